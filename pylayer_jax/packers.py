@@ -35,13 +35,23 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pack import ErrorModel, Step, key_of
+from ._hooks.pack import Step, key_of
+from ._hooks.primitives import EXACT, ROWS, UNKNOWN, Error, Rounding
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, shard_counts, unchecked
 
 Only = Callable[..., Any]
 
-__all__ = ["by_name", "cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
+__all__ = [
+    "by_name",
+    "cast_saved",
+    "chain",
+    "products_and_decisions",
+    "quantize_saved",
+    "recompute_saved",
+    "save_on_cpu",
+    "save_on_disk",
+]
 
 
 def _is_float(x: Any) -> bool:
@@ -66,19 +76,51 @@ class _ReadyPair(saved_tensors_hooks):
         self,
         owner: type[Any],
         settings: tuple[Any, ...],  # two pairs with equal settings are equal
-        step: Step,
-        error_model: ErrorModel,
+        step: Step | None,
+        recompute: bool,
         arguments: bool,
         only: Only | None,
     ) -> None:
-        step = step._replace(pack=unchecked(step.pack), only=predicate(type(self).__name__, only))
-        key = *settings, bool(arguments), key_of(only)
-        self._set_up(owner, key, [step], error_model=error_model, packs_arguments=bool(arguments))
+        condition = predicate(type(self).__name__, only)
+        key = *settings, bool(recompute), bool(arguments), key_of(only)
+        options = {"recomputes": bool(recompute), "packs_arguments": bool(arguments)}
+        if step is None:
+            self._set_up(owner, key, (), **options, only=condition)
+            return
+        step = step._replace(pack=unchecked(step.pack), only=condition)
+        if not recompute:
+            step = step._replace(rounding=lambda _: UNKNOWN)
+        self._set_up(owner, key, [step], **options)
+
+
+def _exact(_: Any) -> Rounding:
+    return EXACT
 
 
 @unchecked
 def _restored(packed: Any) -> Any:
     return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
+
+
+class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
+    """Compute cheap operations again in backward, from the tensors that are kept. The gradient stays exact.
+
+        >>> loss = recompute_saved()(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
+        >>> report = saved_tensors_report(loss, jnp.ones((64, 64)), jnp.ones((256, 64)))
+        >>> report.total_unpacked_bytes, report.total_bytes
+        (330496, 65536)
+
+    A tensor is kept if it is the result of a matrix product, a convolution, a reduction, a comparison, a loop, a custom
+    rule, or of another operation that is not cheap. Elementwise operations such as a gelu, a normalization or a product
+    with a mask are computed again from these, as the other ready pairs do too.
+
+    Args:
+        arguments: whether to compute again what follows from values outside the block.
+        only: a predicate that selects the tensors that may be computed again, as described at the top of this module.
+    """
+
+    def __init__(self, *, arguments: bool = False, only: Only | None = None) -> None:
+        super().__init__(recompute_saved, (), None, True, arguments, only)
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -97,7 +139,9 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         only: a predicate that selects the tensors to pack, as described at the top of this module.
     """
 
-    def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
+    def __init__(
+        self, pin_memory: bool = False, *, recompute: bool = True, arguments: bool = False, only: Only | None = None
+    ) -> None:
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
@@ -107,8 +151,8 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        step = Step(move, _restored, differentiable=True, floats_only=True, is_last=True)
-        super().__init__(save_on_cpu, (bool(pin_memory),), step, ErrorModel.ABSOLUTE, arguments, only)
+        step = Step(move, _restored, differentiable=True, floats_only=True, is_last=True, rounding=_exact)
+        super().__init__(save_on_cpu, (bool(pin_memory),), step, recompute, arguments, only)
 
 
 class _OnHost(NamedTuple):
@@ -152,7 +196,9 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
     """
 
-    def __init__(self, dtype: Any = jnp.bfloat16, *, arguments: bool = False, only: Only | None = None) -> None:
+    def __init__(
+        self, dtype: Any = jnp.bfloat16, *, recompute: bool = True, arguments: bool = False, only: Only | None = None
+    ) -> None:
         try:
             narrow = jnp.dtype(dtype)
         except TypeError:
@@ -166,13 +212,19 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 "values become NaN). Use quantize_saved(8), which scales each block of values."
             )
 
+        def is_narrowed(x: Any) -> bool:
+            return _is_float(x) and x.dtype.itemsize > narrow.itemsize
+
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
+            return _Cast(x.astype(narrow), x.dtype) if is_narrowed(x) else x
 
-        step = Step(pack, _restored, differentiable=True)
-        super().__init__(cast_saved, (narrow,), step, ErrorModel.RELATIVE, arguments, only)
+        info = jnp.finfo(narrow)
+        has_range = info.maxexp >= jnp.finfo(jnp.float32).maxexp  # else a value may overflow where its results do not
+        error = Rounding(Error.RELATIVE, float(info.eps) / 2) if has_range else UNKNOWN
+        step = Step(pack, _restored, differentiable=True, rounding=lambda x: error if is_narrowed(x) else EXACT)
+        super().__init__(cast_saved, (narrow,), step, recompute, arguments, only)
 
 
 class _Cast(NamedTuple):
@@ -221,6 +273,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         block_size: int = 128,
         stochastic: bool | None = None,
         *,
+        recompute: bool = True,
         arguments: bool = False,
         only: Only | None = None,
     ) -> None:
@@ -230,21 +283,44 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
+        def length_of(x: Any) -> int:  # of a block; 0 if packing would not make the tensor smaller
+            if not (_is_float(x) and x.ndim and x.size):
+                return 0
+            length = _block_length(x, block_size)
+            # Each block also keeps its smallest and its largest value, in float64 or float32.
+            n_bytes = 2 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+            return length if n_bytes < length * x.dtype.itemsize else 0
+
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            if not (_is_float(x) and x.ndim and x.size):
-                return x
-            length = _block_length(x, block_size)
-            # Each block also keeps its smallest and its largest value, in float64 or float32.
-            if 2 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
+            length = length_of(x)
+            if not length:
                 return x
             sharding = explicit_sharding(x)
             codes, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
             return _Quantized(codes, low, high, bits, length, x.dtype, sharding)
 
-        settings = bits, block_size, rounds_stochastically
-        super().__init__(quantize_saved, settings, Step(pack, _restored), ErrorModel.ABSOLUTE, arguments, only)
+        settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 2))
+        step = Step(pack, _restored, rounding=lambda x: error if length_of(x) else EXACT)
+        super().__init__(quantize_saved, settings, step, recompute, arguments, only)
+
+
+def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
+    """Save matrix products, and what decides: a policy of `jax.checkpoint`.
+
+        >>> layer = jax.checkpoint(lambda x, w: jax.nn.relu(x @ w), policy=products_and_decisions)
+        >>> loss = quantize_saved(8)(lambda x, w: jnp.sum(layer(x, w) ** 2))
+
+    Under a checkpoint inside a block of hooks that round, everything else is computed again from rounded products. So
+    what changes by leaps (a comparison of floats, `sign`, `round`, a cast to integers, a sort, an argmax) is saved too.
+    The policy cannot see which operand a max pooling compares: give it a name with `checkpoint_name`, and combine this
+    policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
+    """
+    row = ROWS.get(primitive.name)
+    is_rounding = primitive.name == "convert_element_type" and not jnp.issubdtype(params["new_dtype"], jnp.inexact)
+    of_floats = any(jnp.issubdtype(t.dtype, jnp.inexact) for t in types)
+    return row is not None and (row.is_product or (of_floats and (row.decides or is_rounding)))
 
 
 # -- blocks of values ------------------------------------------------------------------------------------
@@ -469,11 +545,18 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
             files stay readable. Backward raises this error too, if a file was deleted or changed, or cannot be read.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        recompute: bool = True,
+        arguments: bool = False,
+        only: Only | None = None,
+    ) -> None:
         path = os.path.abspath(os.fspath(directory))
         save = functools.partial(_File, _Folder(path))
-        step = Step(save, _restored, host=True, floats_only=True)
-        super().__init__(save_on_disk, (path,), step, ErrorModel.ABSOLUTE, arguments, only)
+        step = Step(save, _restored, host=True, floats_only=True, rounding=_exact)
+        super().__init__(save_on_disk, (path,), step, recompute, arguments, only)
 
 
 class _Folder:
@@ -587,7 +670,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             chain,
             (*[hooks._pair.key for hooks in pairs], key_of(only)),
             steps,
-            error_model=min(hooks._pair.error_model for hooks in pairs),
+            recomputes=all(hooks._pair.recomputes for hooks in pairs),
             packs_arguments=all(hooks._pair.packs_arguments for hooks in pairs),
             only=predicate("chain", only),
         )
@@ -661,7 +744,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             by_name,
             (frozenset((key, pair and pair.key) for key, pair in pair_of.items()),),
             (),
-            error_model=min((pair.error_model for pair in present), default=ErrorModel.ABSOLUTE),
+            recomputes=all(pair.recomputes for pair in present),
             packs_arguments=all(pair.packs_arguments for pair in present),
             by_name={key: () if pair is None else pair.steps for key, pair in pair_of.items()},
         )

@@ -17,7 +17,7 @@ from pylayer_jax._messages import plural
 from .active import Block, active_pair, entered_block, innermost_block
 from .host import store_of
 from .operations import enter_block
-from .pack import ErrorModel, Hook, Origin, Pair, Step, key_of
+from .pack import Hook, Origin, Pair, Step, key_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -188,7 +188,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         check_hook(owner, "unpack_hook", unpack_hook, 1)
         step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
         key = *map(key_of, (pack_hook, unpack_hook, only)), step.host, step.differentiable
-        self._set_up(saved_tensors_hooks, key, [step], error_model=ErrorModel.ANY, packs_arguments=True)
+        self._set_up(saved_tensors_hooks, key, [step], recomputes=False, packs_arguments=True)
 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
         """Set up a pair. The method `owner.__init__` calls this function.
@@ -215,9 +215,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         text = f"{type(self).__name__}({', '.join(shown)})"
         if not self._was_entered:
             return text
-        n_packed = self._pair.n_packed
-        traced = f", {n_packed[True]} of them traced" if n_packed[True] else ""
-        return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{traced}"
+        n_packed, n_recomputed = self._pair.n_packed, self._pair.n_recomputed
+        recomputed = f", {n_recomputed.total()} computed again" if n_recomputed else ""
+        n_traced = n_packed[True] + n_recomputed[True]
+        traced = f", {n_traced} of them traced" if n_traced else ""
+        return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{recomputed}{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a pair has no open blocks, because an open block belongs to a thread. The copy has no packed values,
@@ -276,11 +278,16 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         trace. It is False if a decorated function entered the block.
         """
         pair, found = self._pair, list[str]()
-        if pair.n_packed:
+        if pair.n_packed or pair.n_recomputed:
             _packed_keys.add(hash(pair.key))
         # If JAX compiled a program while an equal pair of hooks was active, the program packs without calling the hooks
         # of this pair.
-        if is_idle and not self._was_reported and not pair.n_packed and hash(pair.key) not in _packed_keys:
+        if (
+            is_idle
+            and not self._was_reported
+            and not (pair.n_packed or pair.n_recomputed)
+            and hash(pair.key) not in _packed_keys
+        ):
             self._was_reported = True
             found.append(
                 f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "

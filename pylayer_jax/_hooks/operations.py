@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -76,55 +77,34 @@ from pylayer_jax._trees import WeakTable
 
 from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported
 from .host import HostStore
-from .pack import ErrorModel, Origin, Pair, Residual
+from .pack import Origin, Pair
+from .primitives import JITTED, KEPT, ROWS, Equation, Row, is_number
 from .residuals import (
-    MOVES,
     PackedResiduals,
     Packing,
     Recorder,
-    fold,
-    is_number,
     keeps_residuals,
     outside_blocks,
     pack_residuals,
     recomputed,
-    small_jaxpr,
+    short_jaxpr,
 )
 
 # -- facts per operation ---------------------------------------------------------------------------------
 
-# Operations whose vjp keeps no array, so that hooks have nothing to pack.
-_WITHOUT_RESIDUALS: Final = MOVES | frozenset(
-    (
-        "add", "add_any", "concatenate", "convert_element_type", "device_put", "name", "neg", "new_ref", "pad", "pcast",
-        "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
-    )
-)  # fmt: skip
-# Operations whose results are views of their operand. A view is the result of an operation such as a reshape or a
-# slice. It gets the `Origin` of its operand. Usually a view also gets the `Place` of its operand. A `Place` says where
-# a value was computed: outside the block of hooks, as a constant, or inside the block.
-_VIEWS: Final = MOVES | frozenset(
-    (
-        "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
-        "stop_gradient",
-    )
-)  # fmt: skip
-_JITTED: Final = ("jit", "pjit")
 _MARK: Final = "hooks_block"  # marks staged code that enters a block while another block is open
 _PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, None)  # see NOTE [names made once]
+_CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", rule_function_p.name)
 
 
 class _Facts(NamedTuple):
-    """Properties of a jitted function.
-
-    If `small_jaxpr` returns None for a jitted function, the fields `is_view`, `keeps_nothing` and `adds_number` are
-    False. Most functions of jax.numpy are small.
-    """
+    """Properties of a jitted function. A long one is no view, and its vjp may keep arrays."""
 
     is_view: bool  # all its equations are views, or have no tangent
-    keeps_nothing: bool  # its vjp keeps no array
-    adds_number: bool  # it adds a number: backward may recompute its result if the pair's error is absolute
+    # Its vjp keeps no array if each tuple has the position of an operand that is a number. None: it may keep an array.
+    numbers: Sequence[tuple[int, ...]] | None
     has_loop: bool
+    has_rule: bool  # it applies a custom rule
     is_users: bool  # the user's code defines it: JAX's own functions have no source lines
 
 
@@ -142,22 +122,22 @@ def _facts_of(params: dict[str, Any]) -> _Facts:
 def _found_facts(params: dict[str, Any]) -> _Facts:
     jaxpr, _ = jaxpr_and_consts(params["jaxpr"])
     has_loop = has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")
+    has_rule = any(has_equation(jaxpr, name) for name in _CUSTOM_RULES)
     is_users = bool(jaxpr.eqns) and bool(summarize(jaxpr.eqns[0].source_info))
-    if small_jaxpr(params) is None:
-        return _Facts(False, False, False, has_loop, is_users)
-    names = [e.primitive.name for e in jaxpr.eqns]
-    is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # The vjp of a division by a literal keeps only this literal. A single division nevertheless becomes a
-    # `HookedOperation`. The result of such a division is as large as the operand. The pair of hooks remembers how
-    # backward can recompute this result. But if the jitted function also computes a sum, as `jnp.mean` does, its result
-    # is small. Then backward need not recompute the result.
-    divisions = ("div", "mul") if "reduce_sum" in names else ()
-    keeps_nothing = [
-        e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
-        for e in jaxpr.eqns
+    if short_jaxpr(params) is None or any(inner_jaxprs(e.params) for e in jaxpr.eqns):
+        return _Facts(False, None, has_loop, has_rule, is_users)
+    rows = [(e, ROWS.get(e.primitive.name, KEPT)) for e in jaxpr.eqns]
+    is_view = [row.is_view or not any(has_tangent(v.aval) for v in e.outvars) for e, row in rows]
+    factors = [e.invars[e.primitive.name == "div" :] for e, row in rows if not row.keeps_nothing and row.keeps_numbers]
+    position_of = {v: i for i, v in enumerate(jaxpr.invars)}
+    for e, row in rows:
+        if row.is_view and not e.outvars[0].aval.shape and e.invars[0] in position_of:
+            position_of[e.outvars[0]] = position_of[e.invars[0]]  # a number in another dtype
+    numbers = [
+        tuple(position_of[v] for v in atoms if v in position_of) for atoms in factors if not any(map(is_literal, atoms))
     ]
-    adds_number = [e.primitive.name in ("add", "sub") and any(v.aval.size == 1 for v in e.invars) for e in jaxpr.eqns]
-    return _Facts(all(is_view), all(keeps_nothing), any(adds_number), has_loop, is_users)
+    keeps_nothing = all(row.keeps_nothing or row.keeps_numbers for _, row in rows) and all(numbers)
+    return _Facts(all(is_view), numbers if keeps_nothing else None, has_loop, has_rule, is_users)
 
 
 class Operation(NamedTuple):
@@ -171,27 +151,49 @@ class Operation(NamedTuple):
 
     @property
     def is_jitted(self) -> bool:
-        return self.kind in _JITTED
+        return self.kind in JITTED
+
+    @property
+    def row(self) -> Row | None:
+        return ROWS.get(self.kind)
 
     @property
     def is_view(self) -> bool:
-        return self.kind in _VIEWS or (self.is_jitted and _facts_of(self.params).is_view)
+        return self.row.is_view if self.row else self.is_jitted and _facts_of(self.params).is_view
 
-    def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
-        """Return whether the vjp function of this operation keeps no array. Then the hooks have nothing to pack.
+    @property
+    def is_users_rule(self) -> bool:
+        """Whether a rule of a user may save tensors in this operation."""
+        if not self.is_jitted:
+            return self.kind in _CUSTOM_RULES
+        facts = _facts_of(self.params)
+        return facts.has_rule and facts.is_users
 
-        The vjp of a sum of an array and a number keeps no residual. Nevertheless, the trace binds a sum of an array and
-        a number as a `HookedOperation` if the error model of the pair of hooks is `ABSOLUTE`. The pair of hooks then
-        stores a `Residual` of this sum, so that backward can recompute the sum. In the same way, the pair of hooks
-        could remember how backward can recompute the result of a transpose. But each `HookedOperation` makes tracing
-        slower. So if a later operation keeps the result of a transpose, the hooks pack both this result and the operand
-        of the transpose.
-        """
-        if self.is_jitted:
-            facts = _facts_of(self.params)
-            return facts.keeps_nothing and not (facts.adds_number and model >= ErrorModel.ABSOLUTE)
-        adds_number = self.kind in ("add", "sub") and any(np.size(x) == 1 for x in args)
-        return self.kind in _WITHOUT_RESIDUALS and not (adds_number and model >= ErrorModel.ABSOLUTE)
+    def keeps_nothing(self, args: Sequence[Any]) -> bool:
+        """Return whether the vjp function of this operation keeps no array. Then the hooks have nothing to pack."""
+        if row := self.row:
+            return row.keeps_nothing or (row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
+        numbers = _facts_of(self.params).numbers if self.is_jitted else None
+        return numbers is not None and all(any(is_number(args[i]) for i in positions) for positions in numbers)
+
+    def equation(self, inputs: Sequence[Any], value: Any) -> Equation | None:
+        """Return an equation of the result, or None if backward may not compute it again from any operands."""
+        if self.row:
+            return Equation(self.primitive, self.params, inputs, typeof(value)) if self.row.recomputed else None
+        if not self.is_jitted or _facts_of(self.params).numbers is None:
+            return None
+        jaxpr, consts = jaxpr_and_consts(self.params["jaxpr"])
+        known = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*inputs, *consts), strict=True))
+        for e in jaxpr.eqns:
+            operands = [v.val if is_literal(v) else known[v] for v in e.invars]
+            if e.primitive.name == "convert_element_type" and is_number(operands[0]):
+                known[e.outvars[0]] = np.asarray(operands[0], e.params["new_dtype"])
+                continue
+            if len(e.outvars) > 1 or not ROWS.get(e.primitive.name, KEPT).recomputed:
+                return None
+            known[e.outvars[0]] = Equation(e.primitive, e.params, operands, e.outvars[0].aval)
+        found = known.get(jaxpr.outvars[0])
+        return found if isinstance(found, Equation) else None
 
 
 class HookedOperation(RuleFunction):
@@ -199,9 +201,8 @@ class HookedOperation(RuleFunction):
 
     For the derivative of this function, JAX keeps residuals that the hooks have packed.
 
-    The operands of this function begin with the operands of the original operation. Further operands may follow. These
-    further operands are arrays from outside the block of hooks. The hooks leave some operands of the operation
-    unpacked. Backward recomputes these operands from the arrays that come from outside the block.
+    The operands of this function begin with those of the original operation. Further operands may follow, from which
+    backward can compute operands of the operation again.
     """
 
     def __init__(
@@ -210,14 +211,17 @@ class HookedOperation(RuleFunction):
         pair: Pair,
         origin: Origin,
         origins: Sequence[Origin],
-        left_unpacked: dict[int, Any],
+        expressions: dict[int, Any],
+        left_unpacked: Collection[int],
     ) -> None:
         self.name = operation.name
         self.bind = operation.bind
+        self.is_users_rule = operation.is_users_rule
         self.pair = pair
         self.origin = origin  # the origin of the results
         self.origins = origins  # the origin of each operand of the operation
-        self.left_unpacked = left_unpacked  # position of an operand -> its residual, as from `_left_unpacked`
+        self.expressions = expressions  # position of an operand -> an `Equation` of `_Position`s
+        self.left_unpacked = left_unpacked  # the positions of operands that are not packed
 
     def stage(self, args: Sequence[Any]) -> Values:
         """Stage the operation to a jaxpr, `self.jaxpr`, so that the operation can run several times.
@@ -284,7 +288,15 @@ class HookedOperation(RuleFunction):
         """
         primals = [array_of.get(id(x), x) for x in primals]
         consts, args = primals[: self.n_consts], primals[self.n_consts :]
-        left = [(args[i], fold(residual, args.__getitem__, Residual, {})) for i, residual in self.left_unpacked.items()]
+        done: dict[int, Equation] = {}
+        equations = {
+            i: e.with_leaves(lambda x: args[x.index] if isinstance(x, _Position) else x, done)
+            for i, e in self.expressions.items()
+        }
+        of_operands = {id(args[i]): (args[i], e) for i, e in equations.items() if i not in self.left_unpacked}
+        left = [
+            (args[i], _residual_of(equations[i]) if i in equations else args[i]) for i in sorted(self.left_unpacked)
+        ]
         origin_of = _origins_by_id(args, self.origins)
         return Packing(
             self.pair,
@@ -292,8 +304,18 @@ class HookedOperation(RuleFunction):
             primals,
             lambda x, _: origin_of.get(id(x), self.origin),
             [*[(x, x) for x in consts], *left],
-            recorder.equations,
+            {**of_operands, **recorder.equations},
+            recorder.amplified,
+            recorder.compared,
+            self.is_users_rule,
         )
+
+
+def _residual_of(x: Any) -> Any:
+    """Return the residual of an expression of kept values; None for a number."""
+    if isinstance(x, Equation):
+        return recomputed(x, _residual_of)
+    return None if is_number(x) else x
 
 
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
@@ -363,7 +385,7 @@ def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
     if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
-    if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args, pair.error_model):
+    if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args):
         return Outcome.SUSPEND
     return Outcome.PACK_INSIDE if _packs_inside(operation, examples, pair) else Outcome.HOOK
 
@@ -467,7 +489,7 @@ class ValueRecord(NamedTuple):
 
     place: Place
     origin: Origin = Origin()
-    residual: Any = None  # for a view of a value from outside: a `Residual` that recomputes the view
+    equation: Equation | None = None  # from which backward may compute the value again, if it keeps the operands
 
 
 class BlockTrace(PassThroughTrace):
@@ -502,7 +524,7 @@ class BlockTrace(PassThroughTrace):
         kind = name = primitive.name
         if kind == "convert_element_type" and _changes_nothing(tracers[0], **params):
             return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
-        if kind in _JITTED or primitive is rule_function_p:
+        if kind in JITTED or primitive is rule_function_p:
             name = params["name"]
         elif kind == "custom_vjp_call":
             name = params["call_jaxpr"].debug_info.func_name
@@ -578,8 +600,9 @@ class BlockTrace(PassThroughTrace):
     ) -> Values:
         """Bind a `HookedOperation`. Stage the operation to a jaxpr first, unless JAX is differentiating it now."""
         __tracebackhide__ = True
-        left_unpacked, further = self._left_unpacked(args, records)
-        hooked = HookedOperation(operation, self.pair, origin, [r.origin for r in records], left_unpacked)
+        expressions, further = _expressions(args, records)
+        left = [i for i, record in enumerate(records) if self.is_left_unpacked(record)]
+        hooked = HookedOperation(operation, self.pair, origin, [r.origin for r in records], expressions, left)
         operands = [*args, *further]
         if _runs_once(operation, args, self.parent_trace):
             return apply(hooked, operands)
@@ -607,7 +630,7 @@ class BlockTrace(PassThroughTrace):
         def body(*args: Any) -> tuple[list[Any], None]:
             trace = BlockTrace(self.pair, self.entry)
             for x, record in zip(args, records, strict=True):
-                trace.set_record([x], record._replace(residual=None))  # whose arrays are not available in the body
+                trace.set_record([x], record._replace(equation=None))  # whose arrays are not available in the body
             trace.block.enter()
             try:
                 return eval_jaxpr(jaxpr, consts, *args), None
@@ -618,30 +641,6 @@ class BlockTrace(PassThroughTrace):
         if closed_over or [v.aval for v in new_jaxpr.outvars] != [v.aval for v in jaxpr.outvars]:
             return None
         return operation.bind(*args, jaxpr=as_parameter(new_jaxpr))
-
-    def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
-        """Return the residuals of those operands that the hooks leave unpacked.
-
-        Also return the arrays that these residuals read and that are not operands of the operation.
-
-        These residuals hold no arrays. In place of an array, a residual holds the position of the array in a list. The
-        list contains the operands of the operation, and then the other arrays. The keys are positions too.
-        """
-        operands, placed = list(args), dict[int, Any]()
-        position_of: dict[int, int] = {}  # id of an operand -> the first position of the operand
-        for i, x in enumerate(args):
-            position_of.setdefault(id(x), i)
-
-        def position(x: Any) -> int:
-            if id(x) not in position_of:
-                position_of[id(x)] = len(operands)
-                operands.append(x)
-            return position_of[id(x)]
-
-        for i, (x, record) in enumerate(zip(args, records, strict=True)):
-            if self.is_left_unpacked(record):
-                placed[i] = fold(x if record.residual is None else record.residual, position, Residual, {})
-        return placed, operands[len(args) :]
 
     def is_left_unpacked(self, record: ValueRecord) -> bool:
         """Return whether the hooks never pack a value, whichever operation keeps this value as a residual."""
@@ -688,15 +687,69 @@ class BlockTrace(PassThroughTrace):
             origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
             if operation.kind == "name":
                 origin = dataclasses.replace(origin, name=operation.params["name"])
-        residual = None
-        if place is Place.OUTSIDE and operation.primitive and len(values) == 1 and not self.pair.packs_arguments:
-            residual_of = {id(x): r.residual or x for x, r in zip(args, records, strict=True) if not is_number(x)}
-            residual = recomputed(operation.primitive, operation.params, args, lambda x: residual_of.get(id(x)))
-        self.set_record(values, ValueRecord(place, origin, residual))
+        equation = None
+        if len(values) == 1 and operation.primitive:
+            # Only the trace of a pair that recomputes asks for the equations of values of the block.
+            if place is Place.OUTSIDE and not self.pair.packs_arguments:
+                equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
+            elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args):
+                # In eager mode, an operand of a sum may be the last reference to an array.
+                leaves = args if self.is_staging else list(map(_reference, args))
+                equation = operation.equation(_inputs(leaves, records), values[0])
+        self.set_record(values, ValueRecord(place, origin, equation))
 
 
+def _inputs(leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
+    """Return the inputs of an equation: the equation of an operand, unless the chain would become too long."""
+    is_short = [record.equation is not None and record.equation.depth < _LONGEST for record in records]
+    return [r.equation if short else x for x, r, short in zip(leaves, records, is_short, strict=True)]
+
+
+def _reference(x: Any) -> Any:
+    return weakref.ref(x) if is_tracer(x) else x
+
+
+_LONGEST: Final = 32  # a chain of equations
 _OUTSIDE: Final = ValueRecord(Place.OUTSIDE)
 _CONSTANT: Final = ValueRecord(Place.CONSTANT)
+
+
+class _Position(NamedTuple):
+    index: int  # among the operands of a `HookedOperation`
+
+
+def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Equation], Values]:
+    """Return the equations of operands, with positions in place of values, and the values that follow the operands."""
+    operands, expressions = list(args), dict[int, Equation]()
+    position_of: dict[int, _Position] = {}
+    for i, x in enumerate(args):
+        position_of.setdefault(id(x), _Position(i))
+
+    def position(x: Any) -> Any:
+        if is_number(x) and id(x) not in position_of:
+            return x
+        if id(x) not in position_of:
+            position_of[id(x)] = _Position(len(operands))
+            operands.append(x)
+        return position_of[id(x)]
+
+    done: dict[int, Equation] = {}
+    for i, record in enumerate(records):
+        if record.equation is not None and (equation := _revived(record.equation)) is not None:
+            expressions[i] = equation.with_leaves(position, done)
+    return expressions, operands[len(args) :]
+
+
+def _revived(equation: Equation) -> Equation | None:
+    """Return an equation of values in place of weak references to them, or None if a value is gone."""
+    values: list[Any] = []
+
+    def value_of(x: Any) -> Any:
+        values.append(x() if isinstance(x, weakref.ref) else x)
+        return values[-1]
+
+    revived = equation.with_leaves(value_of, {})
+    return None if any(x is None for x in values) else revived
 
 
 def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
@@ -753,7 +806,7 @@ def names_recorded() -> Generator[None]:
     if innermost_block() is not None:
         yield
         return
-    block = enter_block(Pair((), ("report",), HostStore(), ErrorModel.ANY, packs_arguments=False))
+    block = enter_block(Pair((), ("report",), HostStore(), recomputes=False, packs_arguments=False))
     try:
         yield
     finally:
@@ -795,7 +848,8 @@ class LayerBlock(NamedTuple):
         left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
         # As in `HookedOperation.rule`, the hooks run in a trace in which the values of the saved tensors are known.
         with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
-            return pack_residuals(Packing(self.pair, owner, inputs, origin, left, {}), tensors, outputs)
+            packing = Packing(self.pair, owner, inputs, origin, left, is_users_rule=True)
+            return pack_residuals(packing, tensors, outputs)
 
 
 def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
 import threading
@@ -43,28 +42,12 @@ from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, WeakTable, split
 
 from .host import PackSite
+from .primitives import EXACT, UNKNOWN, Rounding
 
 if TYPE_CHECKING:
     from .host import HostStore
 
 Hook = Callable[[Any], Any]
-
-
-class ErrorModel(enum.IntEnum):
-    """What is known about the packing error e = unpack(pack(x)) - x of a tensor x.
-
-    Backward may recompute the results of some operations from the unpacked tensor `x + e` instead of from `x`. The
-    error model of the pair of hooks determines which operations backward may evaluate again on an unpacked tensor.
-    Under every error model, backward may evaluate an operation that only moves values. The only exception is an
-    operation for which `_keeps_rows` returns False. The models RELATIVE and ABSOLUTE also allow operations that
-    increase the packing error by at most a small factor. The error of a recomputed result must be at most a small
-    multiple of the error that packing this result would cause. For example, squaring doubles a relative error. A larger
-    number allows more operations.
-    """
-
-    ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
-    RELATIVE = 1  # e is proportional to x, as for a cast: also a product with a number
-    ABSOLUTE = 2  # e depends on the range of the values along the last axis, or is 0: also a sum with a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +96,7 @@ class Step(NamedTuple):
     floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
     is_last: bool = False  # whether no step can follow. A step with `host` is always last
     name: str = ""  # the name of a step of a chain, for messages
+    rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
 
 
 def reference(value: Any) -> Callable[[], Any]:
@@ -138,13 +122,14 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    error_model: ErrorModel  # the bound on the packing error
+    recomputes: bool  # whether backward computes again what is cheap; the hooks of a user see each tensor
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
+        self.n_recomputed: Counter[bool] = Counter()
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
         self.seen: dict[str, None] = {}  # names of kept tensors, recorded while keys are unmatched
@@ -156,11 +141,8 @@ class Pair:
 
     @property
     def packs_nothing(self) -> bool:
-        """Whether the pair packs no tensor at all.
-
-        For example, the context manager `names_recorded` uses hooks that pack no tensor.
-        """
-        return self.by_name is None and not self.steps
+        """Whether the pair keeps all tensors as they are, as that of `names_recorded` does."""
+        return self.by_name is None and not self.steps and not self.recomputes
 
     def predicates(self) -> list[Any]:
         """Return all distinct predicates `only` of this pair of hooks: its own predicate, and those of its steps."""
@@ -248,9 +230,12 @@ class PackedTensor:
     tensor's `Residual`, another `Residual` then takes the place of this array. The inner `Residual` restores the array.
     """
 
-    def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
+    def __init__(
+        self, array: Any, unpack: Hook, skeleton: Skeleton, where: str, roundings: frozenset[Rounding]
+    ) -> None:
+        self.roundings = roundings
         self._is_numpy = not is_array(array)
-        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
+        self.type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
@@ -266,7 +251,7 @@ class PackedTensor:
     def _restored(self, arrays: Sequence[Any]) -> Any:
         with _running("unpack_hook", self._where):
             value = self._unpack(self._skeleton.fill(arrays))
-        value = checked(value, self._type, self._where)
+        value = checked(value, self.type, self._where)
         # `pack_hook` hid the tracer in an object that is no pytree, so JAX did not keep the tracer as an array.
         if not arrays and is_tracer(value) and not is_active(value):
             raise TypeError(
@@ -279,13 +264,22 @@ class PackedTensor:
         (value,) = as_arrays([value])
         if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
             value = jax.device_put(value, self._sharding)
-        return with_type(value, self._type)
+        return with_type(value, self.type)
 
 
-def pack_tensor(pair: Pair, tensor: Any, where: str, origin: Origin) -> Any:
-    """Pack one tensor, and return its `Residual`. Return the tensor itself if the pair of hooks does not pack it."""
+def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
+    """Return the steps of a pair that pack a tensor."""
     is_selected = _is_selected(pair.only, tensor, where, origin)
-    steps = _steps_for(tensor, pair.steps_for(origin), where, origin) if is_selected else ()
+    return _steps_for(tensor, pair.steps_for(origin), where, origin) if is_selected else ()
+
+
+def roundings_of(steps: Sequence[Step], tensor: Any) -> frozenset[Rounding]:
+    """Return the errors of a tensor that these steps pack."""
+    return frozenset(step.rounding(tensor) for step in steps) - {EXACT}
+
+
+def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, origin: Origin) -> Any:
+    """Pack one tensor, and return its `Residual`. Return the tensor itself if there are no steps."""
     if not steps:
         return tensor
     pair.n_packed[is_staged(tensor)] += 1
@@ -370,7 +364,8 @@ def _pack(
     # host memory, outside the arrays that JAX keeps. Python frees this NumPy array together with the function that
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
-    return Residual(PackedTensor(array, unpack, skeleton, here), list(map(packed_again, leaves)))
+    function = PackedTensor(array, unpack, skeleton, here, roundings_of(steps, array))
+    return Residual(function, list(map(packed_again, leaves)))
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:

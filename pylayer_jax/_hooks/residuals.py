@@ -1,33 +1,25 @@
-"""Decides for each residual of a layer or an operation whether it is packed, recomputed in backward, or kept as it is.
+"""Decides for each residual of a layer or an operation whether it is packed, computed again in backward, or kept.
 
-The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a residual. In a block of
-`quantize_saved(8)`, for which `Pair.error_model` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of
-`jnp.tanh(x @ w)` thus:
+The vjp of y = gelu(x) keeps x, a derivative of x³, 1 - t² and 0.5 (1 + t), where t is a tanh. In a block of
+`quantize_saved(8)`, JAX keeps one array for them, the packed x:
 
-    value                 decision                     how it is kept
-    y                     packed                       Residual(PackedTensor, [8-bit values, lows, highs])
-    1 - y²                recomputed from y            Residual(Recomputed(one_minus_square), [the residual above])
-    w, from outside       not packed                   w
+    value            how backward gets it
+    x                Residual(PackedTensor, [8-bit values, lows, highs])
+    3 x²             Residual(Recomputed(mul), [Residual(Recomputed(integer_pow), [the residual of x])])
+    1 - t², ...      likewise
+    y                likewise, if a later operation keeps it
 
-In place of each value in the left column, JAX keeps the arrays in the right column as residuals. JAX keeps each of
-these arrays once.
-
-A `Recorder` is a trace that records the equations of the forward pass. `_plan` decides for each residual. For each
-residual, `_derivation` follows the recorded equations back to the tensors that have to be packed. `_derivation` follows
-an equation only if recomputing its result amplifies the packing error at most a little. The table `_RECOMPUTED` lists
-the operations that backward may evaluate again. `_carry_out` packs these tensors. `_remember` stores the residuals of
-the packed tensors in the pair of hooks. If a later operation keeps the same tensor, the pair does not pack the tensor
-again.
-
-A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
-everywhere. tests: hooks/test_derived.py
+A `Recorder` is a trace that records the equations of the forward pass. From each residual, `_Packer` follows them back
+to tensors that are kept anyway, or that are smaller, as far as the table in `primitives` allows for the errors of these
+tensors. It packs these, and stores in the pair how each tensor is kept, for later operations with the same tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -35,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, stage, with_users_line
-from pylayer_jax._jax.rule_function import RuleFunction, Values, apply, barrier, merge, select
+from pylayer_jax._jax.rule_function import RuleFunction, Values, apply, barrier, merge, select, with_tangent
 from pylayer_jax._jax.traces import (
     PassThroughTrace,
     current_trace,
@@ -50,170 +42,64 @@ from pylayer_jax._jax.traces import (
 from pylayer_jax._jax.types import as_arrays, has_tangent, is_key, is_nan_reported, is_ref, typeof, unchecked
 
 from .active import SUSPENDED, active, hooks_suspended, is_reported
-from .pack import ErrorModel, Origin, PackedTensor, Pair, Residual, pack_tensor, reference
+from .pack import Origin, PackedTensor, Pair, Residual, Step, pack_tensor, reference, roundings_of, steps_for
+from .primitives import EXACT, JITTED, OTHER, ROWS, SAME, STEEP, Equation, Error, Operand, Rounding, is_number
 
 # -- the equations of the forward pass -----------------------------------------------------------------
-
-
-class Equation(NamedTuple):
-    """A recorded equation with one result."""
-
-    primitive: Any
-    params: dict[str, Any]
-    inputs: Sequence[Any]
-    value: Any
-    number: int  # the equations are numbered in the order in which they ran
-
-    @property
-    def name(self) -> str:
-        return self.primitive.name
 
 
 class Recorder(PassThroughTrace):
     """A trace that records an `Equation` for each JAX operation with exactly one result.
 
-    This trace does not transform an operation, but applies the operation in the parent trace. If code calls a short
-    jitted function, this trace records the operations inside the function instead of the call.
+    It applies an operation in the parent trace, and goes into short jitted functions.
     """
 
-    __slots__ = ("equations",)
+    __slots__ = ("amplified", "compared", "equations")
 
     def __init__(self, parent_trace: Any) -> None:
         super().__init__(parent_trace)
-        self.equations: dict[int, Equation] = {}  # id of a value -> the equation that computed the value
+        self.equations: dict[int, tuple[Any, Equation]] = {}  # id of a value -> the value, and its equation
+        self.amplified: dict[int, Any] = {}  # operands of operations that may make a small error large
+        self.compared: dict[int, Any] = {}  # operands that a transpose compares
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        if primitive.name == "jit" and (opened := small_jaxpr(params)) is not None:
+        if primitive.name in JITTED and (opened := short_jaxpr(params)) is not None:
             jaxpr, consts = opened
             with set_current_trace(self):
                 return eval_jaxpr(with_users_line(jaxpr), consts, *tracers)
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*tracers, **params)
+        row = ROWS.get(primitive.name)
+        is_unknown_code = row is None and primitive.multiple_results
+        if is_unknown_code or (row and row.amplifies):
+            self.amplified |= {id(x): x for x in tracers}
+        if row and row.is_compared:
+            self.compared |= {id(x): x for x in tracers}
         # A primitive that returns its operand computes nothing.
-        if not primitive.multiple_results and id(result) not in map(id, tracers):
-            self.equations[id(result)] = Equation(primitive, params, tracers, result, len(self.equations))
+        if row and row.recomputed and id(result) not in map(id, tracers):
+            self.equations[id(result)] = result, Equation(primitive, params, tracers, typeof(result))
         return result
 
 
-_LONGEST_OPENED: Final = 8  # number of equations; a longer jitted function stays one operation
+_MOST_EQUATIONS: Final = 32  # of a jitted function that is looked into, and of an expression
 
 
-def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and the constants of a jitted function if its jaxpr is small.
-
-    Most functions of jax.numpy are small.
-
-    Return None for a large one.
-    """
+def short_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """Return the jaxpr and the constants of a jitted function, or None for a long one. Most of jax.numpy are short."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
-    is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
-    return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+    is_short = n_equations(jaxpr) <= _MOST_EQUATIONS
+    return (jaxpr, consts) if is_short and not jaxpr.effects and is_inlinable(params) else None
 
 
-# -- equations that backward recomputes ------------------------------------------------------------------
-
-MOVES: Final = frozenset(
-    ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")
-)
-_Equations = dict[int, Equation]
-
-
-class _Condition(NamedTuple):
-    """A condition under which backward may recompute the result of an operation from operands that backward unpacks."""
-
-    model: ErrorModel  # the least error model of the pair
-    applies: Callable[[Equation, _Equations], bool] = lambda *_: True
-
-
-def _is_integer(value: Any) -> bool:
-    dtype = typeof(value).dtype
-    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
-
-
-def _of_integers(equation: Equation, _: _Equations) -> bool:
-    return all(map(_is_integer, equation.inputs))
-
-
-def _widens(equation: Equation, _: _Equations) -> bool:
-    (x,) = equation.inputs
-    return _is_integer(x) or np.can_cast(typeof(x).dtype, equation.params["new_dtype"])
-
-
-def _keeps_rows(equation: Equation, _: _Equations) -> bool:
-    """Return False if the result's last axis has length 1, but the last axis of an operand is longer.
-
-    For example, the function returns False for a reshape from [8] to [8, 1]. The operand is one row with eight values,
-    and the result is eight rows with one value each.
-
-    An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In an array of shape
-    [8, 1], each row has only one value, so the packing error of a value depends on this value alone. Other operations
-    that change the last axis, such as a reshape to [4, 2], are accepted.
-    """
-    last_axes = [np.shape(x)[-1:] for x in equation.inputs]
-    return np.shape(equation.value)[-1:] != (1,) or all(axis in ((), (1,)) for axis in last_axes)
-
-
-def _with_a_number(equation: Equation, equations: _Equations) -> bool:
-    """Return whether an operand (in a division: the divisor) is a scalar, or is constant along its last axis."""
-    candidates = equation.inputs[1:] if equation.name == "div" else equation.inputs
-    return any(_is_constant_along_rows(x, equations) for x in candidates)
-
-
-def _is_constant_along_rows(value: Any, equations: _Equations) -> bool:
-    shape = np.shape(value)
-    if not shape or shape[-1] == 1:
-        return True
-    equation = equations.get(id(value))
-    if equation is None or equation.name != "broadcast_in_dim":
-        return False
-    operand, dimensions = np.shape(equation.inputs[0]), equation.params["broadcast_dimensions"]
-    # In two cases, the broadcast repeats values along the last axis of its result. In the first case, no axis of the
-    # operand becomes the last axis of the result. In the second case, an operand axis of length 1 becomes the last axis
-    # of the result.
-    return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
-
-
-def _is_low_power(equation: Equation, _: _Equations) -> bool:
-    return equation.params["y"] in (2, 3)
-
-
-_RECOMPUTED: Final[dict[str, list[_Condition]]] = {
-    **{name: [_Condition(ErrorModel.ANY, _keeps_rows)] for name in MOVES},
-    **{name: [_Condition(ErrorModel.ANY, _of_integers)] for name in ("and", "not", "or", "xor")},
-    **{name: [_Condition(ErrorModel.ANY, _of_integers)] for name in ("eq", "ge", "gt", "le", "lt", "ne")},
-    "neg": [_Condition(ErrorModel.ANY)],
-    "convert_element_type": [_Condition(ErrorModel.ANY, _widens)],
-    "mul": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.RELATIVE, _with_a_number)],
-    "div": [_Condition(ErrorModel.RELATIVE, _with_a_number)],
-    "square": [_Condition(ErrorModel.RELATIVE)],
-    "integer_pow": [_Condition(ErrorModel.RELATIVE, _is_low_power)],
-    "add": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.ABSOLUTE, _with_a_number)],
-    "sub": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.ABSOLUTE, _with_a_number)],
-    # JAX's primitive for 1 - y², in the derivative of tanh
-    "one_minus_square": [_Condition(ErrorModel.ABSOLUTE)],
-}
-
-
-def _may_be_recomputed(equation: Equation, equations: _Equations, model: ErrorModel) -> bool:
-    conditions = _RECOMPUTED.get(equation.name, ())
-    return any(model >= condition.model and condition.applies(equation, equations) for condition in conditions)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
-    return np.ndim(value) == 0 and not is_tracer(value)
-
-
-def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
-    """Return whether the total size of `values` could exceed the size of `tensor`."""
-
-    def n_bytes(aval: Any) -> int:
-        return aval.size * aval.dtype.itemsize
-
-    try:
-        return sum(n_bytes(aval) for aval in map(typeof, values) if aval.ndim) > n_bytes(typeof(tensor))
-    except jax.errors.InconclusiveDimensionOperation:  # symbolic dimensions of `jax.export`
-        return True
+def n_equations(jaxpr: Any) -> float:
+    """Return the number of equations, also in jitted functions; infinity if there is other code in parameters."""
+    count: float = 0
+    for equation in jaxpr.eqns:
+        inner = inner_jaxprs(equation.params)
+        if inner and equation.primitive.name not in JITTED:
+            return float("inf")
+        count += sum(map(n_equations, inner)) if inner else 1
+    return count
 
 
 # -- residuals as expressions ----------------------------------------------------------------------------
@@ -240,15 +126,12 @@ class Recomputed(NamedTuple):
         return result[0] if self.primitive.multiple_results else result
 
 
-def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], residual_of: Any) -> Residual:
-    """Return a `Residual` that recomputes an operation's result.
-
-    The function `residual_of` returns the residual of an operand, or None for a constant operand.
-    """
-    residuals = [residual_of(x) for x in operands]
+def recomputed(equation: Equation, residual_of: Callable[[Any], Any]) -> Residual:
+    """Return a `Residual` of an equation. `residual_of` returns that of an input, or None for a constant."""
+    residuals = [residual_of(x) for x in equation.inputs]
     is_input = [r is not None for r in residuals]
-    numbers = [None if is_one else x for x, is_one in zip(operands, is_input, strict=True)]
-    return Residual(Recomputed(primitive, params, numbers, is_input), select(residuals, is_input))
+    numbers = [None if is_one else x for x, is_one in zip(equation.inputs, is_input, strict=True)]
+    return Residual(Recomputed(equation.primitive, equation.params, numbers, is_input), select(residuals, is_input))
 
 
 # This function is defined at module level. A nested function that calls itself is a reference cycle, and the cycle
@@ -364,15 +247,18 @@ class UnpackedTensors(Sequence[Any]):
 
     def all(self) -> list[Any]:
         """Return all tensors. They share one barrier. The caller has entered `outside_blocks()`."""
+        # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
+        self._wait(dict.fromkeys(i for r in self._residuals for i in leaves_of(r) if i not in self._waiting))
         return self._tensors(self._residuals)
 
     def _tensors(self, residuals: Sequence[Any]) -> list[Any]:
-        restored = [r for r in residuals if isinstance(r, Residual)]  # the other tensors need no barrier
-        if restored:
-            self._wait(dict.fromkeys(i for r in restored for i in leaves_of(r) if i not in self._waiting))
-            for residual in restored:
-                fold(residual, self._waiting.__getitem__, _call, self._done)
-        return [self._done[id(r)] if isinstance(r, Residual) else self._arrays[r] for r in residuals]
+        restored = [r for r in residuals if isinstance(r, Residual)]
+        self._wait(dict.fromkeys(i for r in restored for i in leaves_of(r) if i not in self._waiting))
+        for residual in restored:
+            fold(residual, self._waiting.__getitem__, _call, self._done)
+        return [
+            self._done[id(r)] if isinstance(r, Residual) else self._waiting.get(r, self._arrays[r]) for r in residuals
+        ]
 
     def _wait(self, positions: Collection[int]) -> None:
         """Put arrays behind a barrier, so that XLA does not read them before it has the cotangents.
@@ -381,6 +267,8 @@ class UnpackedTensors(Sequence[Any]):
         The barrier also returns the cotangents. XLA waits for the cotangents only if backward uses these returned
         cotangents, not the original ones.
         """
+        if not positions:
+            return
         arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
         if present and any(map(is_staged, arrays)):
@@ -409,18 +297,6 @@ class _Remembered(NamedTuple):
     name: str  # the name of the tensor
 
 
-def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner: PackedResiduals) -> None:
-    """Store, in the pair of hooks, the residual of each of `values` whose residual is known."""
-    trace, done = weakref.ref(current_trace()), dict[int, Any]()
-    index_of = {id(x): i for x, i in plan.packed}
-    for x, residual in known.items(values):
-        was_not_packed = id(x) in index_of and not isinstance(residual, Residual)
-        # `_recall` compares this name.
-        name = known.packing.origin_of(x, index_of[id(x)]).name if was_not_packed else ""
-        weak = fold(residual, reference, _with_weak_hook, done)
-        known.packing.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
-
-
 def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
     return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
 
@@ -428,9 +304,8 @@ def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual that the pair of hooks has stored for a tensor, or None if there is none.
 
-    In eager mode, `checkpoint_name` returns its argument itself. So an operation may keep a tensor that the hooks leave
-    unpacked, and `checkpoint_name` may give this tensor a name afterwards. Then `by_name` may select this name.
-    Therefore also return None for a tensor that the hooks left unpacked, if the tensor has got a new name since then.
+    In eager mode, `checkpoint_name` returns its argument itself: a tensor that was left unpacked may have got a name
+    since then, which `by_name` selects.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -479,10 +354,7 @@ class Mark(RuleFunction):
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
-    """Return whether a derivative rule keeps residuals for the given tangents. A tangent of None means zero.
-
-    Eager forward mode keeps none.
-    """
+    """Return whether a derivative rule keeps residuals for the given tangents. Eager forward mode keeps none."""
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
@@ -494,20 +366,20 @@ class Packing(NamedTuple):
     operands: Sequence[Any]
     origin_of: Callable[[Any, int], Origin]  # a value, the index of the tensor that needs it -> the value's origin
     left_unpacked: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
-    equations: _Equations  # the equations of the forward pass, if they were recorded
+    equations: Mapping[int, tuple[Any, Equation]] = {}  # as in `Recorder`
+    amplified: Collection[int] = ()  # ids of operands that pairs that round pack themselves
+    compared: Collection[int] = ()  # ids of operands that are not rounded
+    # Whether a rule of a user saved the tensors. It may compare two of them, and XLA rounds an expression differently
+    # in another fusion. So they are computed again by moves only. tests: hooks/test_recompute.py
+    is_users_rule: bool = False
 
 
 def pack_residuals(
     packing: Packing, tensors: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[PackedResiduals, list[Any], list[Any]]:
-    """Pack the tensors that a layer or an operation keeps.
+    """Pack the tensors that a layer or an operation keeps, each once.
 
-    JAX keeps a tensor only once, even if it occurs several times in `tensors`. The tensor is either packed, or kept
-    unpacked, or recomputed in backward.
-
-    `outputs` are the results of the layer or operation. If backward can compute an output from the packed residuals,
-    the pair of hooks stores the expression that computes this output. If a later operation keeps this output as a
-    residual, backward recomputes the output. The hooks do not pack the output.
+    If backward can compute an output from what is kept, the pair stores how, for later operations that keep the output.
 
     Returns:
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
@@ -515,164 +387,332 @@ def pack_residuals(
     if active.value is SUSPENDED:  # an enclosing operation packs the residuals
         return *PackedResiduals.of(tensors), list(outputs)
     if packing.pair.packs_nothing:
-        return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
-    known = _KnownResiduals(packing)
-    plan = _plan(known, tensors)
-    behind = _carry_out(known, plan, outputs)  # the outputs; in staged code, as they come out of a barrier
-    output_equations = _recomputable(known, outputs)  # now that the residuals of `tensors` are known
-    known.put_recomputed(output_equations)
-    known.put_equal(behind, outputs)  # later code reads `behind`, so the pair has to remember these arrays
-    packed, arrays = PackedResiduals.of([known.get(x) for x in tensors], _further_residuals(known, plan, tensors))
-    by_equation = [equation.value for equation in (*plan.recomputed, *output_equations)]
-    _remember(known, plan, [*[x for x, _ in plan.packed], *by_equation, *behind], packed)
+        return *PackedResiduals.of(tensors, _marks(packing, tensors, {})), list(outputs)
+    packer = _Packer(packing, tensors)
+    packer.choose(outputs)
+    behind = packer.pack(outputs)
+    packer.derive_outputs(outputs, behind)
+    packed, arrays = PackedResiduals.of([packer.get(x) for x in tensors], packer.further_residuals())
+    packer.remember(behind, packed)
     return packed, arrays, behind
 
 
-class _KnownResiduals:
-    """The residuals that are known so far for the values in one layer or one operation."""
+class _Derivation(NamedTuple):
+    """How backward could get a value: from kept tensors, by equations that it evaluates again."""
 
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
-        self._found = {id(x): residual for x, residual in packing.left_unpacked}  # None: the value has no residual
+    missing: dict[int, Any]  # the tensors that would have to be kept for this, by id
+    leaves: dict[int, tuple[float, frozenset[Rounding]]]  # each tensor that is read: its size in bytes, its errors
+    n_equations: int
+    distance: int  # see `Operand`
+    by: str = ""
+
+    @property
+    def roundings(self) -> frozenset[Rounding]:
+        return frozenset(rounding for _, roundings in self.leaves.values() for rounding in roundings)
+
+    @property
+    def rounded(self) -> frozenset[int]:
+        return frozenset(key for key, (_, roundings) in self.leaves.items() if roundings)
+
+
+_CONSTANT: Final = _Derivation({}, {}, 0, SAME)
+_MOST_LARGE_LEAVES: Final = 2  # so that a residual stream x + f(x) is kept once a layer, and not summed from the first
+
+
+class _Packer:
+    """Decides how the tensors of one layer or operation are kept, and keeps them."""
+
+    def __init__(self, packing: Packing, tensors: Sequence[Any]) -> None:
+        self.packing, self.pair = packing, packing.pair
+        self._tensors = {id(x): (x, i) for i, x in reversed(list(enumerate(tensors)))}
+        self._residuals = {id(x): residual for x, residual in packing.left_unpacked}  # None: there is none
         # In eager mode, such an operand may be a scalar that the block computed. This is a residual, not a constant.
-        self._packable_operands = {id(x) for x in packing.operands} - self._found.keys()
+        self._packable_operands = {id(x) for x in packing.operands} - self._residuals.keys()
         self._is_program = is_staging()
+        self._chosen: dict[int, tuple[Any, Sequence[Step]]] = {}  # the tensors to keep, and the steps that pack them
+        self._derived: dict[int, Any] = {}  # the tensors and outputs that backward computes again
+        self._derivations: dict[int, _Derivation | None] = {}
+        self._steps: dict[int, tuple[Sequence[Step], frozenset[Rounding]]] = {}
 
-    def get(self, value: Any, index: int = 0) -> Any:
-        """Return the residual of a value, or None if there is none.
-
-        `value` is a tensor of the layer or operation, or a value from which the backward pass computes such a tensor.
-        `index` is the index of this tensor.
-        """
-        if id(value) not in self._found:
+    def get(self, value: Any) -> Any:
+        """Return the residual of a value, or None if there is none."""
+        if id(value) not in self._residuals:
             is_left = _is_never_packed(value, self._is_program)
-            self._found[id(value)] = value if is_left else self._recalled(value, index)
-        return self._found[id(value)]
+            self._residuals[id(value)] = value if is_left else self._recalled(value)
+        return self._residuals[id(value)]
 
-    def put(self, value: Any, residual: Any) -> None:
-        self._found[id(value)] = residual
+    def _recalled(self, value: Any) -> Any:
+        residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
+        if self.packing.is_users_rule and not _only_moves(residual):
+            return None
+        if id(value) in self.packing.compared and _roundings_in(residual):
+            return None
+        return residual
 
-    def items(self, values: Iterable[Any]) -> list[tuple[Any, Any]]:
-        """Return a list of the pairs (value, residual) for those `values` that have a known residual."""
-        pairs = [(x, self._found.get(id(x))) for x in values]
-        return [(x, residual) for x, residual in pairs if residual is not None]
+    def _origin_of(self, value: Any) -> Origin:
+        return self.packing.origin_of(value, self._index_of(value))
 
-    def is_constant(self, value: Any) -> bool:
-        """Return whether a value is a number that is the same in all runs.
+    def _index_of(self, value: Any) -> int:
+        return self._tensors.get(id(value), (value, 0))[1]
 
-        If a number is an operand that the hooks may pack, `is_constant` returns False.
-        """
+    def _where(self, value: Any) -> str:
+        return f"{self.packing.owner} {self._index_of(value)}"
+
+    def _steps_for(self, value: Any) -> tuple[Sequence[Step], frozenset[Rounding]]:
+        """Return the steps that pack a value, if it is kept itself, and their errors."""
+        if id(value) not in self._steps:
+            # `jax.grad(f)(2.0)` passes a Python number in place of an array.
+            array = value if hasattr(value, "ndim") else as_arrays([value])[0]
+            steps = steps_for(self.pair, array, self._where(value), self._origin_of(value))
+            roundings = roundings_of(steps, array)
+            if id(value) in self.packing.compared and max(roundings, default=EXACT).error > Error.UNKNOWN:
+                steps, roundings = (), frozenset[Rounding]()
+            self._steps[id(value)] = steps, roundings
+        return self._steps[id(value)]
+
+    # -- what to keep, and what to compute again ---------------------------------------------------------
+
+    def choose(self, outputs: Sequence[Any]) -> None:
+        """Choose which tensors to keep. Backward computes the others from these."""
+        undecided: list[Any] = []
+        for x, i in self._tensors.values():
+            if self.pair.unmatched:
+                self.pair.note(self.packing.origin_of(x, i))
+            if self.get(x) is None:
+                undecided.append(x)
+        # First those that cannot be computed again, so that others can be computed from them.
+        for x in [x for x in undecided if not self._may_derive(x)]:
+            self._choose([x])
+        undecided = [x for x in undecided if id(x) not in self._chosen]
+        shared = {id(x) for x in (*self.packing.operands, *outputs)}
+        while undecided:
+            x = undecided[0]
+            missing = self._missing(x)
+            if missing is None:
+                self._choose([x])
+            elif missing:
+                group = [
+                    y for y in undecided if (other := self._missing(y)) is not None and other.keys() <= missing.keys()
+                ]
+                cost, gain = (sum(map(_size, values)) for values in (missing.values(), group))
+                # A later operation may keep an operand or an output too, and integers are not rounded.
+                is_as_good = all(
+                    key in shared or not has_tangent(x) or _size(x) * 16 < gain for key, x in missing.items()
+                )
+                is_worth = cost < gain or (is_as_good and cost <= gain * 17 / 16)
+                self._choose([*missing.values()] if is_worth else [x])
+            else:
+                self._derived[id(x)] = x
+            undecided = [x for x in undecided if id(x) not in self._chosen and id(x) not in self._derived]
+
+    def _choose(self, values: Iterable[Any]) -> None:
+        self._chosen |= {id(x): (x, self._steps_for(x)[0]) for x in values}
+        self._derivations.clear()
+
+    def _missing(self, value: Any) -> dict[int, Any] | None:
+        """Return what has to be kept to compute a value again, or None if the value has to be kept itself."""
+        return self._derivation(value).missing if self._may_derive(value) else None
+
+    def _may_derive(self, value: Any) -> bool:
+        found = self._derivation(value)
+        if id(value) in found.missing or self._is_constant(value):
+            return False
+        if not found.roundings:
+            return True
+        own = self._steps_for(value)[1]
+        if own and id(value) in self.packing.amplified:
+            return False
+        return max(found.roundings) <= max([*own, _own_rounding(value)])
+
+    def _derivation(self, value: Any) -> _Derivation:
+        found = self._derive(value)
+        assert found is not None  # a value can be kept itself
+        return found
+
+    def _derive(self, value: Any) -> _Derivation | None:
+        """Return how backward could get a value. None for an `Equation` that it may not evaluate."""
+        if id(value) not in self._derivations:
+            self._derivations[id(value)] = None  # an operation may have returned its operand, which follows from itself
+            self._derivations[id(value)] = self._found_derivation(value)
+        return self._derivations[id(value)]
+
+    def _found_derivation(self, value: Any) -> _Derivation | None:
+        if isinstance(value, Equation):
+            return self._by_equation(value)
+        if self._is_constant(value):
+            return _CONSTANT
+        if id(value) in self._chosen:
+            return self._itself(value)._replace(missing={})
+        distance = SAME if id(value) in self._tensors else OTHER
+        if (residual := self.get(value)) is not None:
+            leaves, n_equations = _contents(residual)
+            return _Derivation({}, leaves, n_equations, distance)
+        if id(value) in self.packing.equations:
+            found = self._by_equation(self.packing.equations[id(value)][1])
+            if found is not None:
+                return found._replace(distance=SAME) if distance == SAME else found
+        return self._itself(value)
+
+    def _itself(self, value: Any) -> _Derivation:
+        """Return the derivation of a value that is kept."""
+        distance = SAME if id(value) in self._tensors or id(value) in self._chosen else STEEP
+        return _Derivation({id(value): value}, {id(value): (_size(value), self._steps_for(value)[1])}, 0, distance)
+
+    def _by_equation(self, equation: Equation) -> _Derivation | None:
+        row = equation.row
+        if not row.recomputed or (self.packing.is_users_rule and not row.is_move):
+            return None
+        found = [self._derive(x) for x in equation.inputs]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
+            return None
+        operands = [
+            Operand(x, x.aval if isinstance(x, Equation) else typeof(x), part.rounded, part.distance, part.by)
+            for x, part in zip(equation.inputs, parts, strict=True)
+        ]
+        leaves = {key: leaf for part in parts for key, leaf in part.leaves.items()}
+        errors = {rounding.error for _, roundings in leaves.values() for rounding in roundings} or {Error.EXACT}
+        for error in errors if self.pair.recomputes else {Error.UNKNOWN}:
+            condition = row.recomputed.get(error)
+            if condition is None or not condition(equation, operands):
+                return None
+        n_equations = 1 + sum(part.n_equations for part in parts)
+        n_large = sum(16 * size > _n_bytes(equation.aval) for size, _ in leaves.values())
+        if n_equations > _MOST_EQUATIONS or n_large > _MOST_LARGE_LEAVES:
+            return None
+        missing = {key: x for part in parts for key, x in part.missing.items()}
+        distance = STEEP if equation.is_steep(operands) else max(part.distance for part in (*parts, _CONSTANT))
+        return _Derivation(missing, leaves, n_equations, distance, equation.primitive.name)
+
+    def _is_constant(self, value: Any) -> bool:
+        """Return whether a value is a number that is the same in all runs, and no operand that hooks may pack."""
         return is_number(value) and id(value) not in self._packable_operands
 
-    def input_of(self, operand: Any) -> Any:
-        """Return the residual for an operand of an equation that backward recomputes; return None for a constant."""
-        return None if self.is_constant(operand) else self.get(operand)
+    # -- keeping -----------------------------------------------------------------------------------------
 
-    def put_recomputed(self, equations: Sequence[Equation]) -> None:
-        """For each equation, store a residual from which backward recomputes the result of the equation.
+    def pack(self, outputs: Sequence[Any]) -> list[Any]:
+        """Pack the chosen tensors. Return the outputs; in staged code, as they come out of a barrier."""
+        with hooks_suspended():
+            # `jax.grad(f)(2.0)` passes a Python number in place of an array.
+            residuals = [
+                pack_tensor(self.pair, steps, as_arrays([x])[0], self._where(x), self._origin_of(x))
+                for x, steps in self._chosen.values()
+            ]
+            residuals, outputs = _behind_one_barrier(residuals, outputs)
+        self._residuals |= zip(self._chosen, residuals, strict=True)
+        self._put_derived()
+        return outputs
 
-        `equations` must list the equations in the order in which the forward pass evaluated them.
-        """
-        for e in equations:
-            self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
+    def derive_outputs(self, outputs: Sequence[Any], behind: Sequence[Any]) -> None:
+        """Find out which outputs can be computed from the tensors that are kept. `behind`: the same after a barrier."""
+        self._derivations.clear()
+        n_before = len(self._derived)
+        for x in outputs:
+            if id(x) in self.packing.equations and self.get(x) is None and not self._derivation(x).missing:
+                self._derived[id(x)] = x
+        if len(self._derived) > n_before:
+            self._put_derived()
+        # Later code reads `behind`.
+        self._residuals |= {id(x): self._residuals.get(id(other)) for x, other in zip(behind, outputs, strict=True)}
 
-    def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
-        """Give each value in `values` the residual of the value at the same position in `others`.
+    def _put_derived(self) -> None:
+        done: dict[int, Any] = {}
+        for x in self._derived.values():
+            self._residuals[id(x)] = self._residual_of(x, done)
 
-        In staged code, `others` are the operands of an optimization barrier, and `values` are its results.
-        """
-        self._found |= {id(x): self._found.get(id(other)) for x, other in zip(values, others, strict=True)}
+    def _residual_of(self, value: Any, done: dict[int, Any]) -> Any:
+        """Return the residual of a value or an `Equation`, or None for a constant."""
+        if isinstance(value, Equation):
+            equation = value
+        elif self._is_constant(value):
+            return None
+        elif (residual := self.get(value)) is not None:
+            return residual
+        else:
+            equation = self.packing.equations[id(value)][1]
+        if id(equation) not in done:
+            done[id(equation)] = recomputed(equation, lambda x: self._residual_of(x, done))
+        return done[id(equation)]
 
-    def _recalled(self, value: Any, index: int) -> Any:
-        return _recall(self.packing.pair, value, lambda: self.packing.origin_of(value, index).name)
+    def remember(self, behind: Sequence[Any], owner: PackedResiduals) -> None:
+        """Store in the pair how each tensor and output is kept."""
+        trace, done = weakref.ref(current_trace()), dict[int, Any]()
+        kept = [x for x, _ in self._chosen.values()]
+        self.pair.n_recomputed[self._is_program] += sum(id(x) in self._derived for x, _ in self._tensors.values())
+        for x in (*kept, *self._derived.values(), *behind):
+            residual = self._residuals.get(id(x))
+            if residual is None:
+                continue
+            is_unpacked = id(x) in self._chosen and not isinstance(residual, Residual)
+            name = self._origin_of(x).name if is_unpacked else ""  # `_recall` compares it
+            weak = fold(residual, reference, _with_weak_hook, done)
+            self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
-
-class _Plan(NamedTuple):
-    """A plan for the tensors of a layer or an operation: which are packed, and how the others are recomputed."""
-
-    packed: Sequence[tuple[Any, int]]  # the tensors to pack, each with the index of the first tensor that needs it
-    recomputed: Sequence[Equation]  # the equations that backward evaluates again
-
-
-def _plan(known: _KnownResiduals, tensors: Sequence[Any]) -> _Plan:
-    """Decide which tensors to pack, and which equations backward evaluates again.
-
-    The function follows the recorded equations from each of `tensors` back to the tensors that have to be packed.
-    """
-    pair, origin_of = known.packing.pair, known.packing.origin_of
-    to_pack: dict[int, tuple[Any, int]] = {}
-    equations: dict[int, Equation] = {}
-
-    def is_given(x: Any, i: int) -> bool:
-        return id(x) in to_pack or id(x) in equations or known.get(x, i) is not None
-
-    for i, tensor in enumerate(tensors):
-        if pair.unmatched:
-            pair.note(origin_of(tensor, i))
-        if is_given(tensor, i):
-            continue
-        roots, found = _derivation(known, tensor, lambda x, i=i: is_given(x, i))
-        missing = [x for x in roots if not is_given(x, i)]
-        if found and missing and _is_larger(missing, tensor):
-            missing, found = [tensor], []  # packing the tensor itself takes less memory
-        to_pack |= {id(x): (x, i) for x in missing}
-        equations |= {id(equation.value): equation for equation in found}
-    return _Plan(list(to_pack.values()), list(equations.values()))
+    def further_residuals(self) -> list[Any]:
+        """Return residuals that backward does not read: for the report, and for JAX's check for NaN."""
+        if not (is_reported.value or is_nan_reported()):
+            return []
+        recomputed_ = {id(x): x for x, _ in self._tensors.values() if id(x) in self._derived and np.ndim(x)}
+        shown = [*recomputed_.values(), *[x for x, _ in self._chosen.values()]]
+        hidden = [x for x in shown if isinstance(self.get(x), Residual)]
+        return [*_marks(self.packing, shown, recomputed_), *_largest(hidden)]
 
 
-def _derivation(
-    known: _KnownResiduals, value: Any, is_given: Callable[[Any], bool]
-) -> tuple[list[Any], list[Equation]]:
-    """Return values from which backward can recompute `value`, and the equations that recompute it, in order.
-
-    From `value`, the function follows the recorded equations back to their operands. The function stops at constants,
-    at values for which `is_given` returns True, and at results that backward may not recompute.
-    """
-    recorded, model = known.packing.equations, known.packing.pair.error_model
-    roots: dict[int, Any] = {}
-    equations: dict[int, Equation] = {}
-    to_visit = [value]
+def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]]], int]:
+    """Return the size and the errors of each kept tensor that an expression reads, and the number of its equations."""
+    leaves: dict[int, tuple[float, frozenset[Rounding]]] = {}
+    visited: dict[int, Any] = {}
+    to_visit, n_equations = [residual], 0
     while to_visit:
         x = to_visit.pop()
-        if id(x) in roots or id(x) in equations or (x is not value and known.is_constant(x)):
+        if id(x) in visited:
             continue
-        equation = None if is_given(x) else recorded.get(id(x))
-        if equation is None or not _may_be_recomputed(equation, recorded, model):
-            roots[id(x)] = x
+        visited[id(x)] = x
+        if not isinstance(x, Residual):
+            leaves[id(x)] = _size(x), frozenset()
+        elif isinstance(x.function, PackedTensor):
+            leaves[id(x.function)] = _n_bytes(x.function.type), x.function.roundings
+        elif x.function is with_tangent:
+            to_visit.append(x.inputs[1])
         else:
-            equations[id(x)] = equation
-            to_visit += equation.inputs
-    return list(roots.values()), sorted(equations.values(), key=lambda equation: equation.number)
+            n_equations += 1
+            to_visit += x.inputs
+    return leaves, n_equations
 
 
-def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equation]:
-    """Return the equations that can recompute outputs from known residuals. The list is in the order of evaluation."""
-    equations: dict[int, Equation] = {}
-
-    def is_given(x: Any) -> bool:
-        return id(x) in equations or known.get(x) is not None
-
-    for output in [x for x in outputs if id(x) in known.packing.equations]:
-        roots, found = _derivation(known, output, is_given)
-        if all(map(is_given, roots)):
-            equations |= {id(equation.value): equation for equation in found}
-    return list(equations.values())
+def _functions_of(residual: Any) -> list[Any]:
+    """Return the functions of an expression."""
+    functions: list[Any] = []
+    fold(residual, lambda _: None, lambda function, _: functions.append(function), {})
+    return functions
 
 
-def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> list[Any]:
-    """Pack the tensors that a plan selects for packing.
+def _only_moves(residual: Any) -> bool:
+    recomputed_ = [f for f in _functions_of(residual) if isinstance(f, Recomputed)]
+    return all((row := ROWS.get(f.primitive.name)) and row.is_move for f in recomputed_)
 
-    For each tensor that the plan packs, or that backward recomputes, store the residual in `known`. Return the outputs.
-    """
-    pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
-    with hooks_suspended():
-        # `jax.grad(f)(2.0)` passes a Python number in place of an array.
-        residuals = [pack_tensor(pair, as_arrays([x])[0], f"{owner} {i}", origin_of(x, i)) for x, i in plan.packed]
-        residuals, outputs = _behind_one_barrier(residuals, outputs)
-    for (x, _), residual in zip(plan.packed, residuals, strict=True):
-        known.put(x, residual)
-    known.put_recomputed(plan.recomputed)
-    return outputs
+
+def _roundings_in(residual: Any) -> frozenset[Rounding]:
+    packed = [f.roundings for f in _functions_of(residual) if isinstance(f, PackedTensor)]
+    return frozenset[Rounding]().union(*packed)
+
+
+def _own_rounding(value: Any) -> Rounding:
+    """Return the error that a value has already, as a number of its dtype."""
+    dtype = typeof(value).dtype
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
+
+
+def _n_bytes(aval: Any) -> float:
+    """Return the size of an array in bytes; infinity if `jax.export` has symbolic dimensions, and 0 for a number."""
+    if not all(isinstance(n, int) for n in aval.shape):
+        return math.inf
+    return math.prod(aval.shape) * aval.dtype.itemsize if aval.shape else 0
+
+
+def _size(value: Any) -> float:
+    return _n_bytes(typeof(value))
 
 
 def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -691,22 +731,6 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
     bound = dict(zip(arrays, values[len(outputs) :], strict=True))
     of_bound = [fold(r, lambda x: bound[id(x)], Residual, {}) if isinstance(r, Residual) else r for r in residuals]
     return of_bound, values[: len(outputs)]
-
-
-def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[Any]) -> list[Any]:
-    """Return additional residuals, which only the saved-tensors report and JAX's check for NaN read.
-
-    Backward does not read these residuals.
-
-    The first kind of residual is the result of a `Mark` that is applied to a tensor. The report finds the tensor by
-    this `Mark`. The second kind of residual is the largest absolute value of a tensor. JAX checks this value for NaN.
-    """
-    if not (is_reported.value or is_nan_reported()):
-        return []
-    of_equations = {id(equation.value) for equation in plan.recomputed}
-    shown = [x for x in tensors if id(x) in of_equations and np.ndim(x)] + [x for x, _ in plan.packed]
-    hidden = [x for x in shown if isinstance(known.get(x), Residual)]
-    return [*_marks(known.packing, shown, of_equations), *_largest(hidden)]
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:

@@ -1,0 +1,244 @@
+"""The table of JAX's primitives: what a block of hooks knows about each of them. A primitive without a row is kept.
+
+    ROWS["tanh"].recomputed     {EXACT: always, RELATIVE: always, RANGE: within}
+
+Backward may compute tanh(x) again from x if x is exact, or if x was packed with an error relative to each value, as by
+a cast. If the error depends on the range of a row, as in quantization, backward may do so only within the operation
+that keeps x too: tanh bounds its results, so that their own packing would be finer. Never computed again, so without an
+entry: products and convolutions, which cost too much; reductions, whose results are small; comparisons of floats and
+all else that decides, since XLA rounds differently in another fusion; slices, gathers, `rev` and what else communicates
+along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax._jax.traces import is_tracer
+
+JITTED: Final = ("jit", "pjit")
+
+
+class Error(enum.IntEnum):
+    """What is known about the error unpack(pack(x)) - x of a packed tensor x. A larger number is coarser."""
+
+    EXACT = 0  # there is none
+    UNKNOWN = 1  # hooks of users
+    RELATIVE = 2  # each value has an error relative to itself, as in a cast
+    RANGE = 3  # the errors depend on the range of the values along the last axis, as in quantization
+
+
+class Rounding(NamedTuple):
+    """The error of a packer, and its size: half of the distance between neighbours, relative to value or range."""
+
+    error: Error
+    size: float = 0.0
+
+
+EXACT: Final = Rounding(Error.EXACT)
+UNKNOWN: Final = Rounding(Error.UNKNOWN)
+
+
+class Equation:
+    """An operation with one result. An input is a value, or another `Equation`, whose result has no value yet."""
+
+    __slots__ = ("aval", "depth", "inputs", "params", "primitive")
+
+    def __init__(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], aval: Any) -> None:
+        self.primitive, self.params, self.inputs, self.aval = primitive, params, inputs, aval
+        self.depth: int = 1 + max((x.depth for x in inputs if isinstance(x, Equation)), default=0)
+
+    def with_leaves(self, of_leaf: Callable[[Any], Any], done: dict[int, Equation]) -> Equation:
+        """Return the same expression of other values: `of_leaf(x)` for each value or number x."""
+        if id(self) not in done:
+            inputs = [x.with_leaves(of_leaf, done) if isinstance(x, Equation) else of_leaf(x) for x in self.inputs]
+            done[id(self)] = Equation(self.primitive, self.params, inputs, self.aval)
+        return done[id(self)]
+
+    @property
+    def row(self) -> Row:
+        return ROWS.get(self.primitive.name, KEPT)
+
+    def is_steep(self, operands: Sequence[Operand]) -> bool:
+        """Return whether the equation multiplies by an exact array, or by a number above 2."""
+        name = self.primitive.name
+        factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact]
+        if name not in ("mul", "div") or not factors:
+            return False
+        largest = max(np.abs(np.asarray(x)) if is_number(x) else np.inf for x in factors)
+        return bool(largest > 2 if name == "mul" else not largest >= 0.5)
+
+
+# The distance of a value from the kept tensors that it is computed from, without a large factor.
+SAME: Final = 0  # the same operation keeps them
+OTHER: Final = 1  # another operation does
+STEEP: Final = 2  # there is a large factor
+
+
+class Operand(NamedTuple):
+    """What is known about an input of an equation that backward may evaluate again."""
+
+    value: Any
+    aval: Any
+    rounded: frozenset[int]  # the kept tensors with an error from which it is computed
+    distance: int  # from the kept tensors that it is computed from
+    by: str  # the primitive that computes it again; "" for a kept tensor
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.rounded
+
+    @property
+    def moves_range(self) -> bool:
+        """Whether adding or multiplying by this operand could make the range of a row smaller or larger."""
+        return not self.is_exact and np.shape(self.aval)[-1:] not in ((), (1,))
+
+
+Condition = Callable[[Equation, Sequence[Operand]], bool]
+
+
+def _always(_: Equation, __: Sequence[Operand]) -> bool:
+    return True
+
+
+def _of_integers(equation: Equation, operands: Sequence[Operand]) -> bool:
+    return _is_integer(equation.aval) and all(_is_integer(x.aval) for x in operands)
+
+
+def _is_integer(aval: Any) -> bool:
+    return aval.dtype == np.bool_ or jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def _widens(equation: Equation, operands: Sequence[Operand]) -> bool:
+    (x,) = operands
+    return _is_integer(x.aval) or np.can_cast(x.aval.dtype, equation.params["new_dtype"])
+
+
+def _to_float(equation: Equation, operands: Sequence[Operand]) -> bool:
+    return jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) or _of_integers(equation, operands)
+
+
+def _keeps_rows(equation: Equation, operands: Sequence[Operand]) -> bool:
+    """Return False for [8] to [8, 1]: one row, whose error depends on all values, becomes eight rows of one value."""
+    ends = [np.shape(x.aval)[-1:] for x in operands]
+    return np.shape(equation.aval)[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
+
+
+def _moves_range_once(_: Equation, operands: Sequence[Operand]) -> bool:
+    """Return whether all operands but one are exact, or constant along each row."""
+    return sum(x.moves_range for x in operands) <= 1
+
+
+def _by_exact(_: Equation, operands: Sequence[Operand]) -> bool:
+    return not operands[1].moves_range
+
+
+def _within(_: Equation, operands: Sequence[Operand]) -> bool:
+    return all(x.is_exact or x.distance == SAME for x in operands)
+
+
+def _near(_: Equation, operands: Sequence[Operand]) -> bool:
+    return all(x.is_exact or x.distance < STEEP for x in operands)
+
+
+def _of_tanh(_: Equation, operands: Sequence[Operand]) -> bool:
+    return operands[0].by == "tanh"
+
+
+def _of_one(_: Equation, operands: Sequence[Operand]) -> bool:
+    """Return whether the operands follow from the same tensors, or are numbers: x + x³ and 1 + x, but not x - mean."""
+    return len({x.rounded for x in operands if x.rounded}) == 1 and all(
+        x.rounded or is_number(x.value) for x in operands
+    )
+
+
+def _near_one(equation: Equation, operands: Sequence[Operand]) -> bool:
+    return _near(equation, operands) and _of_one(equation, operands)
+
+
+def _either(*conditions: Condition) -> Condition:
+    return lambda equation, operands: any(condition(equation, operands) for condition in conditions)
+
+
+def _square_or_within(equation: Equation, operands: Sequence[Operand]) -> bool:
+    return equation.params["y"] == 2 or (equation.params["y"] > 0 and _within(equation, operands))
+
+
+class Row(NamedTuple):
+    """What a block of hooks knows about one primitive."""
+
+    recomputed: Mapping[Error, Condition] = {}  # the errors of its operands from which its result may be computed again
+    is_move: bool = False  # its result has the values of its operand, to the bit
+    is_view: bool = False  # its result has the origin of its operand, and is left unpacked where the operand is
+    keeps_nothing: bool = False  # its vjp keeps no array
+    keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
+    amplifies: bool = False  # a small error of an operand can become large: an operand that backward needs is packed
+    is_compared: bool = False  # the transpose of its derivative compares its operand, as for max pooling
+    is_product: bool = False  # a product of matrices or a convolution
+    decides: bool = False  # its result changes by leaps
+
+
+KEPT: Final = Row()
+
+
+def _rows() -> dict[str, Row]:
+    exact, relative, any_error = Error.EXACT, Error.RELATIVE, tuple(Error)
+
+    def row(names: str, recomputed: Mapping[Error, Condition] | None = None, **facts: bool) -> dict[str, Row]:
+        return {name: Row(recomputed or {}, **facts) for name in names.split()}
+
+    def elementwise(range_: Condition | None = None, integers: bool = False) -> dict[Error, Condition]:
+        found = {exact: _always, relative: _always}
+        return found | ({Error.RANGE: range_} if range_ else {}) | ({Error.UNKNOWN: _of_integers} if integers else {})
+
+    of_rows = {**dict.fromkeys((exact, relative), _always), **dict.fromkeys((Error.UNKNOWN, Error.RANGE), _keeps_rows)}
+    everywhere = dict.fromkeys(any_error, _always)
+    of_integers = dict.fromkeys(any_error, _of_integers)
+    cast = {exact: _to_float, Error.UNKNOWN: _widens, relative: _to_float, Error.RANGE: _to_float}
+    only_exact: dict[Error, Condition] = {exact: _always}
+    view = {"is_view": True, "keeps_nothing": True}
+    # The difference of near values multiplies a relative error.
+    sums = elementwise(_either(_moves_range_once, _near_one), integers=True) | {
+        relative: _either(_of_integers, _of_one)
+    }
+    return {
+        **row("broadcast_in_dim copy copy_p expand_dims iota reshape squeeze transpose", of_rows, is_move=True, **view),
+        **row("name pcast pvary stop_gradient", everywhere, is_move=True, **view),
+        # A slice, and a reversal, communicate along a sharded axis.
+        **row("device_put rev sharding_constraint slice split", **view),
+        **row("dynamic_slice", is_view=True),
+        **row("convert_element_type", cast, **view),
+        **row("concatenate new_ref pad psum real imag reduce_sum", keeps_nothing=True),
+        **row("neg", everywhere, keeps_nothing=True),
+        **row("add add_any sub", sums, keeps_nothing=True),
+        **row("mul", elementwise(_either(_moves_range_once, _within, _near_one), integers=True), keeps_numbers=True),
+        **row("div", elementwise(_by_exact), keeps_numbers=True, amplifies=True),
+        **row("square", elementwise(_always)),
+        **row("integer_pow", elementwise(_square_or_within)),
+        # 1 - y², in the derivative of tanh. It multiplies a relative error of y, but not one of the operand of tanh.
+        **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _always}),
+        **row("abs clamp max min select_n", elementwise(_within)),
+        **row("erf logistic tanh", elementwise(_near)),
+        **row("cbrt", elementwise()),
+        **row("rsqrt sqrt", elementwise(), amplifies=True),
+        **row("exp exp2 expm1 log log1p pow", only_exact, amplifies=True),
+        **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact),
+        **row("and not or xor", of_integers),
+        **row("eq ge gt le lt ne", of_integers, decides=True),
+        **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
+        **row("reduce_window_max reduce_window_min select_and_gather_add", is_compared=True),
+        **row("conv_general_dilated dot_general ragged_dot_general", is_product=True),
+    }
+
+
+ROWS: Final = _rows()
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
+    return np.ndim(value) == 0 and not is_tracer(value) and not isinstance(value, Equation)
