@@ -735,7 +735,8 @@ def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[d
 
     done: dict[int, Equation] = {}
     for i, record in enumerate(records):
-        if record.equation is not None and (equation := _revived(record.equation)) is not None:
+        equation = record.equation if record.equation is None or is_staging() else _revived(record.equation)
+        if equation is not None:
             expressions[i] = equation.with_leaves(position, done)
     return expressions, operands[len(args) :]
 

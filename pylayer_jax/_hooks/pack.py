@@ -269,7 +269,7 @@ class PackedTensor:
 
 def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
     """Return the steps of a pair that pack a tensor."""
-    is_selected = _is_selected(pair.only, tensor, where, origin)
+    is_selected = is_selected(pair.only, tensor, where, origin)
     return _steps_for(tensor, pair.steps_for(origin), where, origin) if is_selected else ()
 
 
@@ -304,7 +304,7 @@ def _second_derivative_error(where: str) -> TypeError:
     )
 
 
-def _is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
+def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
     """Return the result of the predicate `only`, or True without a predicate."""
     if only is None:
         return True
@@ -316,7 +316,7 @@ def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is
     """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
-        if (is_any or not step.floats_only) and _is_selected(step.only, array, _in_step(where, step), origin):
+        if (is_any or not step.floats_only) and is_selected(step.only, array, _in_step(where, step), origin):
             return steps[i:]
     return ()
 

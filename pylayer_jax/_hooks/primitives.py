@@ -51,7 +51,7 @@ class Equation:
 
     def __init__(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], aval: Any) -> None:
         self.primitive, self.params, self.inputs, self.aval = primitive, params, inputs, aval
-        self.depth: int = 1 + max((x.depth for x in inputs if isinstance(x, Equation)), default=0)
+        self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Equation)], default=0)
 
     def with_leaves(self, of_leaf: Callable[[Any], Any], done: dict[int, Equation]) -> Equation:
         """Return the same expression of other values: `of_leaf(x)` for each value or number x."""
@@ -131,7 +131,7 @@ def _keeps_rows(equation: Equation, operands: Sequence[Operand]) -> bool:
 
 def _moves_range_once(_: Equation, operands: Sequence[Operand]) -> bool:
     """Return whether all operands but one are exact, or constant along each row."""
-    return sum(x.moves_range for x in operands) <= 1
+    return sum([x.moves_range for x in operands]) <= 1
 
 
 def _by_exact(_: Equation, operands: Sequence[Operand]) -> bool:
@@ -144,6 +144,11 @@ def _within(_: Equation, operands: Sequence[Operand]) -> bool:
 
 def _near(_: Equation, operands: Sequence[Operand]) -> bool:
     return all(x.is_exact or x.distance < STEEP for x in operands)
+
+
+def _of_formula(equation: Equation, operands: Sequence[Operand]) -> bool:
+    """Return whether the operand is a formula of tensors that are kept, as in a gelu, and not such a tensor itself."""
+    return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
 
 
 def _of_tanh(_: Equation, operands: Sequence[Operand]) -> bool:
@@ -223,7 +228,7 @@ def _rows() -> dict[str, Row]:
         # 1 - y², in the derivative of tanh. It multiplies a relative error of y, but not one of the operand of tanh.
         **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _always}),
         **row("abs clamp max min select_n", elementwise(_within)),
-        **row("erf logistic tanh", elementwise(_near)),
+        **row("erf logistic tanh", elementwise(_of_formula)),
         **row("cbrt", elementwise()),
         **row("rsqrt sqrt", elementwise(), amplifies=True),
         **row("exp exp2 expm1 log log1p pow", only_exact, amplifies=True),
@@ -241,4 +246,4 @@ ROWS: Final = _rows()
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
-    return np.ndim(value) == 0 and not is_tracer(value) and not isinstance(value, Equation)
+    return not isinstance(value, Equation) and not is_tracer(value) and np.ndim(value) == 0

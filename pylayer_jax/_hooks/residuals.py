@@ -42,7 +42,18 @@ from pylayer_jax._jax.traces import (
 from pylayer_jax._jax.types import as_arrays, has_tangent, is_key, is_nan_reported, is_ref, typeof, unchecked
 
 from .active import SUSPENDED, active, hooks_suspended, is_reported
-from .pack import Origin, PackedTensor, Pair, Residual, Step, pack_tensor, reference, roundings_of, steps_for
+from .pack import (
+    Origin,
+    PackedTensor,
+    Pair,
+    Residual,
+    Step,
+    is_selected,
+    pack_tensor,
+    reference,
+    roundings_of,
+    steps_for,
+)
 from .primitives import EXACT, JITTED, OTHER, ROWS, SAME, STEEP, Equation, Error, Operand, Rounding, is_number
 
 # -- the equations of the forward pass -----------------------------------------------------------------
@@ -248,12 +259,12 @@ class UnpackedTensors(Sequence[Any]):
     def all(self) -> list[Any]:
         """Return all tensors. They share one barrier. The caller has entered `outside_blocks()`."""
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
-        self._wait(dict.fromkeys(i for r in self._residuals for i in leaves_of(r) if i not in self._waiting))
+        self._wait([i for r in self._residuals for i in leaves_of(r)])
         return self._tensors(self._residuals)
 
     def _tensors(self, residuals: Sequence[Any]) -> list[Any]:
         restored = [r for r in residuals if isinstance(r, Residual)]
-        self._wait(dict.fromkeys(i for r in restored for i in leaves_of(r) if i not in self._waiting))
+        self._wait([i for r in restored for i in leaves_of(r)])
         for residual in restored:
             fold(residual, self._waiting.__getitem__, _call, self._done)
         return [
@@ -267,6 +278,7 @@ class UnpackedTensors(Sequence[Any]):
         The barrier also returns the cotangents. XLA waits for the cotangents only if backward uses these returned
         cotangents, not the original ones.
         """
+        positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
         if not positions:
             return
         arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
@@ -408,11 +420,11 @@ class _Derivation(NamedTuple):
 
     @property
     def roundings(self) -> frozenset[Rounding]:
-        return frozenset(rounding for _, roundings in self.leaves.values() for rounding in roundings)
+        return frozenset[Rounding]().union(*[roundings for _, roundings in self.leaves.values()])
 
     @property
     def rounded(self) -> frozenset[int]:
-        return frozenset(key for key, (_, roundings) in self.leaves.items() if roundings)
+        return frozenset([key for key, (_, roundings) in self.leaves.items() if roundings])
 
 
 _CONSTANT: Final = _Derivation({}, {}, 0, SAME)
@@ -517,6 +529,8 @@ class _Packer:
         found = self._derivation(value)
         if id(value) in found.missing or self._is_constant(value):
             return False
+        if not self.pair.steps and not is_selected(self.pair.only, value, self._where(value), self._origin_of(value)):
+            return False  # the predicate of `recompute_saved`
         if not found.roundings:
             return True
         own = self._steps_for(value)[1]
@@ -576,12 +590,13 @@ class _Packer:
             condition = row.recomputed.get(error)
             if condition is None or not condition(equation, operands):
                 return None
-        n_equations = 1 + sum(part.n_equations for part in parts)
-        n_large = sum(16 * size > _n_bytes(equation.aval) for size, _ in leaves.values())
+        n_equations = 1 + sum([part.n_equations for part in parts])
+        large = _n_bytes(equation.aval) / 16
+        n_large = sum([size > large for size, _ in leaves.values()])
         if n_equations > _MOST_EQUATIONS or n_large > _MOST_LARGE_LEAVES:
             return None
         missing = {key: x for part in parts for key, x in part.missing.items()}
-        distance = STEEP if equation.is_steep(operands) else max(part.distance for part in (*parts, _CONSTANT))
+        distance = STEEP if equation.is_steep(operands) else max([SAME, *[part.distance for part in parts]])
         return _Derivation(missing, leaves, n_equations, distance, equation.primitive.name)
 
     def _is_constant(self, value: Any) -> bool:
@@ -638,7 +653,7 @@ class _Packer:
         """Store in the pair how each tensor and output is kept."""
         trace, done = weakref.ref(current_trace()), dict[int, Any]()
         kept = [x for x, _ in self._chosen.values()]
-        self.pair.n_recomputed[self._is_program] += sum(id(x) in self._derived for x, _ in self._tensors.values())
+        self.pair.n_recomputed[self._is_program] += len(self._derived.keys() & self._tensors.keys())
         for x in (*kept, *self._derived.values(), *behind):
             residual = self._residuals.get(id(x))
             if residual is None:
@@ -706,9 +721,8 @@ def _own_rounding(value: Any) -> Rounding:
 
 def _n_bytes(aval: Any) -> float:
     """Return the size of an array in bytes; infinity if `jax.export` has symbolic dimensions, and 0 for a number."""
-    if not all(isinstance(n, int) for n in aval.shape):
-        return math.inf
-    return math.prod(aval.shape) * aval.dtype.itemsize if aval.shape else 0
+    size = math.prod(aval.shape)
+    return (size * aval.dtype.itemsize if aval.shape else 0) if isinstance(size, int) else math.inf
 
 
 def _size(value: Any) -> float:

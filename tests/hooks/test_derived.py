@@ -31,7 +31,7 @@ FUNCTIONS = {
     "square": (lambda x: jnp.sum((x * 3.0) ** 2), 1),
     "cube": (lambda x: jnp.sum(x**3), 1),
     "tanh": (lambda x: jnp.sum(jnp.tanh(x)), 1),
-    "gelu": (lambda x: jnp.sum(jax.nn.gelu(x)), 1),
+    "gelu": (lambda x: jnp.sum(jax.nn.gelu(x)), 1),  # in eager mode also a tanh, whose operand is gone
     "normalize": (lambda x: jnp.sum(jnp.square(normalize(x))), 1),
     "one input, three uses": (lambda x: jnp.sum(jnp.sin(normalize(x)) + normalize(x) ** 2 * 0.5), None),
     "masked": (lambda x: jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * WEIGHTS), 0),
@@ -80,7 +80,7 @@ def test_only_what_does_not_follow_is_kept(name):
     compiled = bytes_held(jax.jit(lambda x: jax.vjp(hooked, x)[1])(X))
     few = 5 * 64 * 8 / X.nbytes + 0.27 * (count == 0)  # statistics of rows, numbers; masks and labels
     assert count * 0.265 <= compiled / X.nbytes <= count * 0.266 + few
-    assert eager <= compiled + 0.27 * X.nbytes
+    assert eager <= compiled + 0.27 * X.nbytes * (2 if name == "gelu" else 1)
 
 
 def test_a_pair_with_a_relative_error_keeps_differences():

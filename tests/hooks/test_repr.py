@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
 
 from .spy import IDLE
 
@@ -70,7 +70,7 @@ def test_a_pair_shows_its_arguments_and_a_copy_is_a_pair_of_its_own(make, text, 
 
 
 def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
-    hooks, f = save_on_cpu(), lambda x: jnp.sin(x).sum()
+    hooks, f = save_on_cpu(recompute=False), lambda x: jnp.sin(x).sum()
     jax.grad(hooks(f))(jnp.ones(3))
     assert "1 tensor" in repr(hooks)
     step = jax.jit(jax.grad(hooks(f)))
@@ -78,3 +78,9 @@ def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
         step(jnp.ones(3))
     assert "2 tensors" in repr(hooks)
     assert "1 of them traced" in repr(hooks)
+
+
+def test_a_pair_tells_how_many_tensors_backward_computes_again():
+    hooks = recompute_saved()
+    jax.grad(hooks(lambda x: jnp.sin(x).sum()))(jnp.ones(3))
+    assert "1 computed again" in repr(hooks)
