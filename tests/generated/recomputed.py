@@ -219,7 +219,8 @@ def difference(steps: tuple[Step, ...], case: Case) -> str | None:
             error = error_of(case.gradients(pair(loss)), want)
         except Exception as raised:
             return None if REFUSED in str(raised) else f"{pair!r}: {type(raised).__name__}: {str(raised)[:300]}"
-        if not error <= 1e-4 and not is_unstable():
+        # The cotangent of a cast to bfloat16 is rounded to bfloat16 too: before or after it is summed, of order 2.
+        if not error <= (1e-2 if case.order > 1 and "narrow" in str(steps) else 1e-4) and not is_unstable():
             return f"{pair!r}: error {error:.2g}"
         if not case.compares_lossy:
             return None
