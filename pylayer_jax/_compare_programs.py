@@ -8,9 +8,8 @@ The table is made in three steps:
 
 1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. If a program fails or
    returns no scalar, this step raises the error, before XLA spends minutes on the others.
-2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. For each gradient, XLA
-reports the memory and the number of operations. 3. Each compiled gradient runs once, to compute its error. Then the
-compiled gradients run in turn, to measure their times.
+2. Each gradient is compiled, and runs once. XLA reports its memory and its operations.
+3. The compiled gradients run in turn, to measure their times.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -32,8 +32,9 @@ from ._jax.jaxprs import inner_jaxprs
 from ._jax.rule_function import merge, select
 from ._jax.types import is_tensor
 from ._messages import describe
-from ._report import html_table, saved_tensors_report, text_table
+from ._report import html_table, progress, saved_tensors_report, text_table
 from ._trees import split
+from .packers import cast_saved, quantize_saved, recompute_saved
 
 _BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _COUNTS: Final = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -43,17 +44,20 @@ _SECONDS_PER_ROUND: Final = 0.01  # a shorter step is repeated in each round
 
 @dataclasses.dataclass(frozen=True)
 class ComparedProgram:
-    """A row of the table, with the figures of one program's gradient."""
+    """A row of the table: a program, and the figures of its gradient, which is compiled together with its value."""
 
     name: str
+    program: Callable[..., Any] = dataclasses.field(repr=False)
     temp_bytes: int | None  # temporary memory of the compiled gradient, by XLA; None if XLA does not report it
+    peak_bytes: int | None  # temporary memory, arguments and results of the compiled gradient, by XLA
     held_bytes: int  # the bytes that the vjp function holds, without the inputs of the program
     operations: float | None  # floating-point operations, by XLA; None if XLA does not report them
     has_loop: bool  # whether the gradient has a loop: XLA counts the operations in the body of a loop once
     trace_seconds: float  # of JAX, for tracing and lowering, after an earlier trace has filled its caches
     compile_seconds: float  # of XLA
-    step_seconds: tuple[float, ...]  # of the compiled gradient, one entry per round; empty if it did not run
-    error: float | None  # |g - g_first| / |g_first| of the gradients, in the 2-norm; None if nothing was run
+    step_seconds: tuple[float, ...] = ()  # of the compiled gradient, one entry per round; empty if it did not run
+    value_error: float | None = None  # |v - v_first| / |v_first| of the values; None if nothing was run
+    error: float | None = None  # |g - g_first| / |g_first| of the gradients, in the 2-norm; None if nothing was run
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,6 +79,7 @@ class ProgramComparison:
         columns = {
             "program": [r.name for r in rows],
             "temporary memory": _with_ratios([r.temp_bytes for r in rows], _BYTES),
+            "peak": _with_ratios([r.peak_bytes for r in rows], _BYTES),
             "held": _with_ratios([r.held_bytes for r in rows], _BYTES),
             "operations": self._operations(),
             "trace": _in_unit([r.trace_seconds for r in rows], _SECONDS),
@@ -86,7 +91,8 @@ class ProgramComparison:
             texts = [[_three_digits(s / _SECONDS[unit]) for s in seconds] for seconds in (low, middle, high)]
             columns["step"] = [f"{m} {unit} [{a}, {b}]" for a, m, b in zip(*texts, strict=True)]
         if any(r.error is not None for r in rows):
-            columns["error"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
+            columns["error of value"] = ["" if r is rows[0] else f"{r.value_error:.2g}" for r in rows]
+            columns["error of gradient"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
     def _operations(self) -> list[str]:
@@ -103,11 +109,41 @@ class ProgramComparison:
         first, loops = self.rows[0].name, [r.name for r in self.rows if r.has_loop]
         parts = {
             f"in parentheses: relative to {first}": len(self.rows) > 1,
+            "peak: with arguments and results; the state of an optimizer comes on top": True,
             "in brackets: quartiles": any(r.step_seconds for r in self.rows),
             f"≥: XLA counts the operations in the body of a loop once ({', '.join(loops)})": loops,
             f"jax {jax.__version__} on {jax.default_backend()}": True,
         }
         return "; ".join(part for part, applies in parts.items() if applies)
+
+    def within(self, memory: float | str) -> ComparedProgram:
+        """Return the row with the smallest error of the gradient among those whose peak fits into `memory`.
+
+            >>> comparison = compare_programs(lambda x: jnp.sum(jnp.tanh(jnp.sin(x))), jnp.ones((64, 1024)), rounds=0)
+            >>> loss = comparison.within("2 MiB").program
+
+        Of errors that differ by at most 1e-5, the row with the fewest operations is returned. If nothing was run, it is
+        the first row that fits. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold
+        one gradient with its arguments, but not the state of an optimizer.
+
+        Raises:
+            ValueError: if no program fits, if XLA does not report the memory, or if the text cannot be read.
+        """
+        limit = _bytes_of(memory)
+        if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
+            raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
+        fitting = [r for r in self.rows if (r.peak_bytes or 0) <= limit]
+        if not fitting:
+            least = min(self.rows, key=lambda r: r.peak_bytes or 0)
+            peak, missing = (
+                _in_unit([size], _BYTES)[0] for size in (least.peak_bytes, (least.peak_bytes or 0) - limit)
+            )
+            raise ValueError(f"within({memory!r}): no program fits. {least.name} takes least, {peak}: {missing} more.")
+        if fitting[0].error is None:
+            return fitting[0]
+        errors = [math.inf if r.error is None or math.isnan(r.error) else r.error for r in fitting]
+        best = [r for r, error in zip(fitting, errors, strict=True) if error <= min(errors) + 1e-5]
+        return min(best, key=lambda r: r.operations or 0)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw one point per program, with its memory against its operations.
@@ -137,44 +173,51 @@ class ProgramComparison:
         return ax
 
 
-def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, rounds: int = 9) -> ProgramComparison:
+def compare_programs(
+    programs: Mapping[Any, Callable[..., Any]] | Callable[..., Any], /, *args: Any, rounds: int = 9
+) -> ProgramComparison:
     """Compile the gradient of each program at `args`, run it, and compare memory, cost and gradients in one table.
 
         >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
-        >>> programs = {"plain": loss, "8 bits": quantize_saved(8)(loss)}
-        >>> comparison = compare_programs(programs, jnp.ones((64, 64)), jnp.ones((512, 64)))
+        >>> comparison = compare_programs(loss, jnp.ones((64, 64)), jnp.ones((512, 64)))
         >>> [row.name for row in comparison.rows]
-        ['plain', '8 bits']
+        ['plain', 'recompute_saved()', 'cast_saved()', 'quantize_saved(8)', 'quantize_saved(4)']
+        >>> loss = comparison.within("1 MiB").program
 
-    `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is with respect to
-    all float arrays in `args`, which may be any pytrees; integer arrays, PRNG keys and leaves that are not arrays are
-    passed unchanged. To leave out the gradient with respect to an array, such as a batch of data, apply
-    `jax.lax.stop_gradient` to it in the programs. A step is one run of a compiled gradient. `rounds` is the number of
-    rounds in which each step is timed. If `rounds` is 0, the table has no step times. If `args` holds a
-    `jax.ShapeDtypeStruct`, no program runs. The table then has no step times and no errors.
+    `programs` is a function (or a layer) that takes `args` and returns a scalar. It is compared with itself under each
+    pair in the list above. Or `programs` maps names to such functions: `{"plain": loss, "8 bits":
+    quantize_saved(8)(loss)}`. The gradient is with respect to all float arrays in `args`, which may be any pytrees;
+    integer arrays, PRNG keys and leaves that are not arrays are passed unchanged. To leave out the gradient with
+    respect to an array, such as a batch of data, apply `jax.lax.stop_gradient` to it in the programs. A step is one run
+    of a compiled gradient, which computes the value too. `rounds` is the number of rounds in which each step is timed.
+    If `rounds` is 0, the table has no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program runs, so that
+    none has to fit into memory. The table then has no step times and no errors.
 
     The table shows per program:
 
     - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the
       operations in the body of a loop count once, and those in kernels and callbacks do not count;
+    - the peak: temporary memory, arguments and results;
     - the bytes that the vjp function holds, on all devices together and without the inputs of the program, as
       `saved_tensors_report` counts them;
     - the seconds for tracing with lowering (JAX), and for compiling (XLA). Each program is traced once before the
       measurement, so that JAX's caches hold the inner jitted functions of every program. A persistent compilation cache
       makes compiling seem fast;
     - the time of a step, as its median and quartiles over the rounds. All programs run in turn in each round;
-    - the error of the gradient: the 2-norm of its difference to that of the first program, relative to the first.
+    - the errors: the difference to the value of the first program, and the 2-norm of the difference to its gradient,
+      both relative to the first.
 
-    The result prints as a table, also in a notebook. `.rows` has the figures, and `.plot()` draws memory against
-    operations. If XLA does not report the memory or the number of operations on a backend, the table has empty cells
-    for them.
+    The result prints as a table, also in a notebook. A terminal shows each row as soon as it is done. `.rows` has the
+    figures and the programs, `.within("2 GiB")` returns the row of the smallest error that fits, and `.plot()` draws
+    memory against operations. If XLA does not report the memory or the number of operations on a backend, the table has
+    empty cells for them.
 
     Raises:
-        TypeError: if `programs` is not a mapping from names to functions, if none of `args` holds a float array, or
-            if a program returns something else than a real scalar.
+        TypeError: if `programs` is not a function or a mapping from names to functions, if none of `args` holds a float
+            array, or if a program returns something else than a real scalar.
         ValueError: if `programs` is empty, or `rounds` is negative.
     """
-    _check(programs, rounds)
+    programs = _checked_programs(programs, rounds)
     leaves, skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
     has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
@@ -182,61 +225,55 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
     if not any(is_float):
         raise TypeError(
             "compare_programs: none of the arguments holds a float array, so that there is no gradient. "
-            "Pass the programs' arguments after the dict, as arrays: jnp.float32(2.0), not 2.0."
+            "Pass the programs' arguments after the programs, as arrays: jnp.float32(2.0), not 2.0."
         )
 
     def value(name: Any, *tensors: Any) -> Any:
-        program = programs[name]
-        result = (program.apply if isinstance(program, type) else program)(*skeleton.fill(tensors))
-        return _checked_scalar(name, result)
+        return _checked_scalar(name, _function_of(programs[name])(*skeleton.fill(tensors)))
 
-    def gradient(name: Any, *tensors: Any) -> Any:
+    def value_and_gradient(name: Any, *tensors: Any) -> Any:
         def of_floats(floats: list[Any]) -> Any:
             return value(name, *merge(is_float, floats, tensors))
 
-        return jax.grad(of_floats)(select(tensors, is_float))
+        return jax.value_and_grad(of_floats)(select(tensors, is_float))
 
     held: dict[Any, int] = {}
     for name in programs:
         with _noted(name):
             held[name] = saved_tensors_report(functools.partial(value, name), *tensors).total_bytes
-    compiled: dict[Any, _Compiled] = {}
-    for name in programs:
-        with _noted(name):
-            compiled[name] = _compile(functools.partial(gradient, name), tensors)
-    errors: dict[Any, float] = {}
-    seconds: dict[Any, list[float]] = {name: [] for name in programs}
+    rows: list[ComparedProgram] = []
+    steps: list[Callable[[], Any]] = []
+    first: Any = None
+    with progress() as show:
+        for name, program in programs.items():
+            with _noted(name):
+                row, run = _compile(name, program, held[name], functools.partial(value_and_gradient, name), tensors)
+                steps.append(lambda run=run: jax.block_until_ready(run(*tensors)))
+                if has_values:
+                    result = steps[-1]()
+                    first = result if first is None else first
+                    row = dataclasses.replace(row, **_errors(result, first))
+            rows.append(row)
+            titles, cells = ProgramComparison(rows)._table()
+            show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[-1], strict=True)))
     if has_values:
-        steps = {name: lambda run=c.run: jax.block_until_ready(run(*tensors)) for name, c in compiled.items()}
-        errors, seconds = _errors(steps), _step_seconds(steps, rounds)
-    return ProgramComparison(
-        [
-            ComparedProgram(
-                name=str(name),
-                temp_bytes=c.temp_bytes,
-                held_bytes=held[name],
-                operations=c.operations,
-                has_loop=c.has_loop,
-                trace_seconds=c.trace_seconds,
-                compile_seconds=c.compile_seconds,
-                step_seconds=tuple(seconds[name]),
-                error=errors.get(name),
-            )
-            for name, c in compiled.items()
-        ]
-    )
+        seconds = _step_seconds(steps, rounds)
+        rows = [dataclasses.replace(row, step_seconds=s) for row, s in zip(rows, seconds, strict=True)]
+    return ProgramComparison(rows)
 
 
-def _check(programs: Any, rounds: int) -> None:
-    """Check the arguments `programs` and `rounds` of `compare_programs`.
-
-    Raises:
-        TypeError: if `programs` is not a mapping from names to functions.
-        ValueError: if `programs` is empty, or `rounds` is negative.
-    """
+def _checked_programs(programs: Any, rounds: int) -> Mapping[Any, Callable[..., Any]]:
+    """Return the programs by name: the given ones, or those that are made of one function."""
     example = 'compare_programs({"plain": loss, "8 bits": quantize_saved(8)(loss)}, *args)'
     if not isinstance(programs, Mapping):
-        raise TypeError(f"compare_programs: expected a dict of functions, as in {example}, got {describe(programs)}.")
+        if not callable(programs):
+            raise TypeError(
+                f"compare_programs: expected a function or a dict of functions, as in {example}, "
+                f"got {describe(programs)}."
+            )
+        pairs = recompute_saved(), cast_saved(), quantize_saved(8), quantize_saved(4)
+        loss = programs
+        programs = {"plain": loss} | {repr(pair): pair(_function_of(loss)) for pair in pairs}
     if not programs:
         raise ValueError(f"compare_programs: the dict has no program; write for example {example}.")
     for name, program in programs.items():
@@ -247,6 +284,11 @@ def _check(programs: Any, rounds: int) -> None:
             )
     if rounds < 0:
         raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
+    return programs
+
+
+def _function_of(program: Any) -> Callable[..., Any]:
+    return program.apply if isinstance(program, type) and hasattr(program, "apply") else program
 
 
 def _checked_scalar(name: Any, result: Any) -> Any:
@@ -273,40 +315,37 @@ def _noted(name: Any) -> Generator[None]:
         yield
     except Exception as error:
         error.add_note(f"This happened in the program {name!r} of compare_programs.")
+        if "RESOURCE_EXHAUSTED" in str(error):
+            error.add_note("With jax.ShapeDtypeStruct in place of the arrays, compare_programs runs no program.")
         raise
 
 
 # -- compiling and running --------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """A compiled gradient, its measured times, and the memory and the operations that XLA reports for it."""
-
-    run: Callable[..., Any]
-    trace_seconds: float
-    compile_seconds: float
-    temp_bytes: int | None
-    operations: float | None
-    has_loop: bool
-
-
-def _compile(gradient: Callable[..., Any], tensors: Sequence[Any]) -> _Compiled:
+def _compile(
+    name: Any, program: Any, held_bytes: int, step: Callable[..., Any], tensors: Sequence[Any]
+) -> tuple[ComparedProgram, Callable[..., Any]]:
     start = time.perf_counter()
-    traced = jax.jit(gradient).trace(*tensors)
+    traced = jax.jit(step).trace(*tensors)
     lowered = traced.lower()
     middle = time.perf_counter()
     run = lowered.compile()
     end = time.perf_counter()
     memory, cost = run.memory_analysis(), run.cost_analysis()
-    return _Compiled(
-        run=run,
-        trace_seconds=middle - start,
-        compile_seconds=end - middle,
-        temp_bytes=getattr(memory, "temp_size_in_bytes", None),
+    sizes: list[Any] = [getattr(memory, f"{kind}_size_in_bytes", None) for kind in ("temp", "argument", "output")]
+    row = ComparedProgram(
+        name=str(name),
+        program=program,
+        temp_bytes=sizes[0],
+        peak_bytes=None if None in sizes else sum(sizes),
+        held_bytes=held_bytes,
         operations=(cost or {}).get("flops"),
         has_loop=_has_loop(traced.jaxpr),
+        trace_seconds=middle - start,
+        compile_seconds=end - middle,
     )
+    return row, run
 
 
 def _has_loop(jaxpr: Any) -> bool:
@@ -317,20 +356,16 @@ def _has_loop(jaxpr: Any) -> bool:
     )
 
 
-def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
-    """Run each step once. Return the error of each gradient, relative to the gradient of the first step."""
-    errors: dict[Any, float] = {}
-    first: Any = None
-    for name, step in steps.items():
-        with _noted(name):
-            gradient = step()
-        first = gradient if first is None else first
-        differences, squares = (math.fsum(map(float, sums)) for sums in _sums_of_squares(gradient, first))
-        # The gradient of the first program is zero if, for example, this program computes a constant. If the gradient
-        # of the first program is zero, the error of another gradient is 0 for a zero gradient and infinite for a
-        # nonzero gradient.
-        errors[name] = math.sqrt(differences / squares) if squares else math.inf if differences else 0.0
-    return errors
+def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
+    """Return the errors of a value and its gradient, relative to those of the first program."""
+
+    def ratio(difference: float, size: float) -> float:
+        return difference / size if size else math.inf if difference else 0.0
+
+    (value, gradient), (first_value, first_gradient) = got, first
+    differences, squares = (math.fsum(map(float, s)) for s in _sums_of_squares(gradient, first_gradient))
+    value_error = ratio(abs(float(value) - float(first_value)), abs(float(first_value)))
+    return {"value_error": value_error, "error": ratio(math.sqrt(differences), math.sqrt(squares))}
 
 
 @jax.jit
@@ -347,19 +382,22 @@ def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[
     return [sum_of_squares(a - b) for a, b in pairs], [sum_of_squares(b) for _, b in pairs]
 
 
-def _step_seconds(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
-    """Return the time of each step in seconds, one entry per round.
+def _step_seconds(steps: Sequence[Callable[[], Any]], rounds: int) -> list[tuple[float, ...]]:
+    """Return the times of each step in seconds, one per round.
 
     Each round times every step. So if the machine slows down, all steps become slower together.
     """
-    seconds: dict[Any, list[float]] = {name: [] for name in steps}
-    repeats = {name: math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for name, step in steps.items() if rounds}
-    for i in range(rounds):
-        # Reverse the order of the steps in every second round. If the order of the steps were the same in every round,
-        # each step would always run after the same other step.
-        for name in list(steps) if i % 2 else reversed(list(steps)):
-            seconds[name].append(_seconds(steps[name], repeats[name]))
-    return seconds
+    seconds: list[list[float]] = [[] for _ in steps]
+    timed = [
+        (step, math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)), s)
+        for step, s in zip(steps, seconds, strict=True)
+        if rounds
+    ]
+    for _ in range(rounds):
+        for step, repeats, times in timed:
+            times.append(_seconds(step, repeats))
+        timed.reverse()  # in the same order in every round, each step would always run after the same other step
+    return [tuple(times) for times in seconds]
 
 
 def _seconds(step: Callable[[], Any], repeats: int) -> float:
@@ -367,6 +405,20 @@ def _seconds(step: Callable[[], Any], repeats: int) -> float:
     for _ in range(repeats):
         step()
     return (time.perf_counter() - start) / repeats
+
+
+def _bytes_of(memory: float | str) -> float:
+    """Return a number of bytes, also for a text such as "2 GiB"."""
+    if not isinstance(memory, str):
+        return memory
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(I?))?B\s*", memory.upper())
+    if match is None:
+        raise ValueError(
+            f'within: expected a number of bytes, or a text such as "2 GiB" or "1.5 GB", got {memory!r}. The units are '
+            "B, kB, MB, GB, TB, KiB, MiB, GiB and TiB."
+        )
+    number, prefix, is_binary = match.groups()
+    return float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix or " ")
 
 
 # -- cells of the table -----------------------------------------------------------------------------

@@ -17,10 +17,15 @@ the variable e under the name saved[0].
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import html
+import importlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -61,6 +66,38 @@ def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
     head, body = line("th", titles), "".join(line("td", row) for row in rows)
     return f"<table><caption>{html.escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
+
+
+@contextlib.contextmanager
+def progress() -> Generator[Callable[[str], None]]:
+    """Yield a function that shows a line in a terminal or notebook, and shows nothing elsewhere or in a test.
+
+    At the end, all lines are removed from the screen, because the report repeats them.
+    """
+    shown: list[str] = []
+    size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
+    is_test = "PYTEST_CURRENT_TEST" in os.environ
+    is_terminal = not is_test and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    handle: Any = None  # the handle of a display in a notebook
+    if not is_test and type(sys.stdout).__module__.startswith("ipykernel"):
+        # A notebook file stores every printed line, but only the last state of a display.
+        handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if handle is not None:
+            handle.update({"text/plain": "\n".join(shown)}, raw=True)
+        elif is_terminal:
+            sys.stdout.write(line[: size.columns - 1].encode(encoding, "replace").decode(encoding) + "\n")
+            sys.stdout.flush()
+
+    try:
+        yield show
+    finally:
+        if handle is not None:
+            handle.update({"text/plain": ""}, raw=True)
+        elif is_terminal and shown:
+            sys.stdout.write(f"\x1b[{min(len(shown), size.lines - 1)}A\x1b[J")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -241,15 +241,15 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> loss = quantize_saved(bits=8)(lambda x: jnp.sum(jnp.sin(x + x)))
         >>> report = saved_tensors_report(loss, jnp.ones((8, 128)))
         >>> report.total_unpacked_bytes, report.total_bytes
-        (4096, 1088)
+        (4096, 1120)
 
-    If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where s
-    = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Rounding to the
-    nearest integer changes a value by at most half the scale s. Stochastic rounding changes a value by less than the
-    scale s. In addition, floating-point errors change a value by at most 4 times the machine epsilon times the largest
-    absolute value of the block. Suppose that b - a is less than about 2^(bits + 1) times the smallest normal number.
-    Unpacking then returns a for each finite value of the block. Infinities and NaN are unpacked as NaN, and do not
-    affect other values.
+    The smallest value of a block is exact, -inf too, so that `jnp.where(mask, scores, -1e9)` does not harm the other
+    scores. If the other finite values of the block range from a to b, a value v is kept as (v - a) / s, rounded to an
+    integer, where s = (b - a) / (2^bits - 3). The method is uniform quantization by group (Chen et al., "ActNN", 2021).
+    Rounding to the nearest integer changes a value by at most half the scale s, and stochastic rounding by less than s.
+    In addition, floating-point errors change a value by at most 4 times the machine epsilon times the larger of |a| and
+    |b|. If b - a is less than about 2^(bits + 1) times the smallest normal number, all values from a to b become a. NaN
+    and inf become NaN, and do not affect other values.
 
     In each shard, the blocks cover the last axis exactly. Therefore packing needs no padding, and no communication
     between devices. A tensor is not packed if packing would not make it smaller, as for a very short last axis.
@@ -287,8 +287,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if not (_is_float(x) and x.ndim and x.size):
                 return 0
             length = _block_length(x, block_size)
-            # Each block also keeps its smallest and its largest value, in float64 or float32.
-            n_bytes = 2 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+            # Each block also keeps three numbers, in float64 or float32.
+            n_bytes = 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
             return length if n_bytes < length * x.dtype.itemsize else 0
 
         def pack(x: Any) -> Any:
@@ -298,10 +298,10 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if not length:
                 return x
             sharding = explicit_sharding(x)
-            codes, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return _Quantized(codes, low, high, bits, length, x.dtype, sharding)
+            codes, smallest, second, high = _quantize(x, bits, rounds_stochastically, length, sharding)
+            return _Quantized(codes, smallest, second, high, bits, length, x.dtype, sharding)
 
-        settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 2))
+        settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 3))
         step = Step(pack, _restored, rounding=lambda x: error if length_of(x) else EXACT)
         super().__init__(quantize_saved, settings, step, recompute, arguments, only)
 
@@ -422,8 +422,9 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 
 class _Quantized(NamedTuple):
     codes: Any  # uint8[..., blocks, length]; for 4 bits, each uint8 holds two codes
-    low: Any  # the smallest value of each block
-    high: Any  # the largest value of each block
+    smallest: Any  # the smallest value of each block
+    second: Any  # the smallest of the larger values, or inf if all values are equal
+    high: Any  # the largest finite value
     bits: int
     length: int
     dtype: Any
@@ -436,25 +437,27 @@ class _Quantized(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
-    low, high = (jnp.where(jnp.isfinite(end), end, 0) for end in _smallest_and_largest(x))
-    low, nan_code, position = _depending_on(low, jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32))
-    largest_code, half = 2**bits - 2, _half_step(low, high, bits)
-    inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
-    exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
-    rounded = jnp.floor(exact + _dither(x, position)) if stochastic else jax.lax.round(exact, _TO_EVEN)
-    # A rounding error may increase `rounded` to `largest_code + 1`, which is the code for NaN.
-    codes = jnp.minimum(rounded, largest_code).astype(jnp.uint8)
-    codes = jnp.where(jnp.isfinite(x), codes, nan_code)
+    smallest, second, high = _ends(x)
+    constants = jnp.uint8(2**bits - 2), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
+    high, smallest_code, nan_code, position = _depending_on(high, *constants)
+    low, half = _low_and_half_step(second, high, bits)
+    inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 0.5 / half, 0)
+    exact = x * _in_blocks(inverse, x) - _in_blocks(low * inverse - (0 if stochastic else 0.5), x)
+    exact = exact + _dither(x, position) if stochastic else exact
+    # The clamp also covers rounding errors. The cast rounds down.
+    codes = jax.lax.clamp(jnp.zeros((), x.dtype), exact, jnp.asarray(2**bits - 3, x.dtype)).astype(jnp.uint8)
+    # XLA may compute x a second time, with another rounding error. A comparison with `smallest` itself could then be
+    # False, and a comparison with `low` True. Therefore compare with the middle.
+    middle = low - (low * 0.5 - smallest * 0.5)  # XLA would compute the sum of the halves as (a + b) / 2: an overflow
+    codes = jnp.where(x <= _in_blocks(middle, x), smallest_code, codes)
+    codes = jnp.where(x < jnp.inf, codes, nan_code)
     if bits == 4:
         if length % 2:
             codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
         codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return codes, low, high
-
-
-_TO_EVEN: Final = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    return codes, smallest, second, high
 
 
 def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
@@ -480,43 +483,50 @@ def _dither(x: jax.Array, position: jax.Array) -> jax.Array:
     return ((mixed ^ (mixed >> 13)) >> 8).astype(x.dtype) * 2.0**-24
 
 
-def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and the largest finite value of each block, or inf and -inf if no value is finite."""
+def _ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the smallest value of each block, the smallest of the larger ones or inf, and the largest finite one."""
+    # The minimum of no elements is inf. As a function of x, it is not moved out of a scan: see `_depending_on`.
+    inf = _in_blocks(jnp.min(x[..., :0], axis=-1, initial=jnp.inf), x)
+    is_number = x < jnp.inf  # False for NaN
 
-    def finite_or(value: jax.Array, end: float) -> jax.Array:
-        return jnp.where(jnp.isfinite(value), value, end)
+    def reducer(a: Any, b: Any) -> Any:
+        smallest, larger = jnp.minimum(a[0], b[0]), jnp.maximum(a[0], b[0])
+        second = jnp.minimum(jnp.minimum(a[1], b[1]), jnp.where(larger > smallest, larger, jnp.inf))
+        return smallest, second, jnp.maximum(a[2], b[2])
 
-    # If two separate reductions computed the smallest and the largest value, XLA would compute and keep their operand
-    # twice. Therefore one reduction computes both results.
-    return jax.lax.reduce(
-        (x, x),
-        (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
-        lambda a, b: (
-            jnp.minimum(finite_or(a[0], jnp.inf), finite_or(b[0], jnp.inf)),
-            jnp.maximum(finite_or(a[1], -jnp.inf), finite_or(b[1], -jnp.inf)),
-        ),
-        (x.ndim - 1,),
-    )
+    # If separate reductions computed these, XLA would compute and keep their operand more than once.
+    ends = jnp.inf, jnp.inf, jnp.finfo(x.dtype).min  # finite even if -inf alone is in a block
+    operands = jnp.where(is_number, x, inf), inf, jnp.where(is_number, x, -inf)
+    return jax.lax.reduce(operands, tuple(jnp.asarray(end, x.dtype) for end in ends), reducer, (x.ndim - 1,))
 
 
-def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
+def _low_and_half_step(second: jax.Array, high: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    low = jnp.minimum(second, high)
     # `high - low` may overflow; the difference of the halves does not.
-    return (high * 0.5 - low * 0.5) / (2**bits - 2)
+    return low, (high * 0.5 - low * 0.5) / (2**bits - 3)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _dequantize(
-    codes: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
+    codes: jax.Array,
+    smallest: jax.Array,
+    second: jax.Array,
+    high: jax.Array,
+    bits: int,
+    length: int,
+    dtype: Any,
+    sharding: Any,
 ) -> jax.Array:
     if bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)[..., :length]
-    low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
-    x = codes.astype(low.dtype)
-    half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
+    high, nan = _depending_on(high, jnp.asarray(jnp.nan, high.dtype))
+    x = codes.astype(high.dtype)
+    low, half = _low_and_half_step(second, high, bits)
+    half, smallest, low, high = (_in_blocks(numbers, x) for numbers in (half, smallest, low, high))
     # Because of a rounding error, the value could leave the range of the block, and a positive value could become
     # negative. Therefore clamp. `2 * half` may overflow. Therefore add `x * half` twice.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
-    x = jnp.where(codes == 2**bits - 1, nan, x)
+    x = jnp.where(codes < 2**bits - 2, x, jnp.where(codes == 2**bits - 1, nan, smallest))
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
 
 
@@ -636,8 +646,8 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     The second pair packs the arrays that the pack hook of the first pair returns. The second pair also packs the
     tensors that the first pair leaves unpacked. The second pair does not pack numbers, strings and other objects that
     the pack hook of the first pair returns. For example, `quantize_saved(8)` packs a float32 tensor of shape [1024,
-    1024] as three arrays: integers of shape [1024, 8, 128], and the smallest and the largest value of each block, both
-    of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move these three arrays. `save_on_cpu` and `save_on_disk` move
+    1024] as four arrays: integers of shape [1024, 8, 128], and three numbers for each block, each of shape [1024, 8].
+    `save_on_cpu` and `save_on_disk` move these four arrays. `save_on_cpu` and `save_on_disk` move
     an array of integers only if the pack hook of an earlier pair in the `chain` created this array.
 
     A chain is `differentiable` (an argument of `saved_tensors_hooks`) if each pair in the chain is `differentiable`. A

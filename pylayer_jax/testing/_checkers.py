@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import html
-import importlib
-import os
-import shutil
-import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._messages import OnceDifferentiableError, plural
+from pylayer_jax._report import progress
 
 from . import _consistency, _derivatives
 from ._subject import (
@@ -110,7 +106,7 @@ def check_layer(
     checks = {name: check for name, check in PROPERTIES.items() if name not in skip}
     subject = Subject(function, expected, Options(rtol=rtol, atol=atol, seed=seed, float64=float64))
     rows: list[Row] = []
-    with _progress() as show:
+    with progress() as show:
         for name, check in {"eager": _eager, **checks}.items():
             rows.append(_row_of(name, check(subject)))
             show(str(rows[-1]))
@@ -254,41 +250,6 @@ def _row_of(name: str, cases: Cases) -> Row:
         # In place of a private class of this package, name its public base class.
         public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
         return Row(name, False, f"{public.__name__}: {first_line(error)}{where}", error)
-
-
-# -- progress -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _progress() -> Generator[Callable[[str], None]]:
-    """Yield a function that shows a line in a terminal or notebook, and shows nothing elsewhere or in a test.
-
-    At the end, all lines are removed from the screen, because the report repeats them.
-    """
-    shown: list[str] = []
-    size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
-    is_test = "PYTEST_CURRENT_TEST" in os.environ
-    is_terminal = not is_test and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    handle: Any = None  # the handle of a display in a notebook
-    if not is_test and type(sys.stdout).__module__.startswith("ipykernel"):
-        # A notebook file stores every printed line, but only the last state of a display.
-        handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
-
-    def show(line: str) -> None:
-        shown.append(line)
-        if handle is not None:
-            handle.update({"text/plain": "\n".join(shown)}, raw=True)
-        elif is_terminal:
-            sys.stdout.write(line[: size.columns - 1].encode(encoding, "replace").decode(encoding) + "\n")
-            sys.stdout.flush()
-
-    try:
-        yield show
-    finally:
-        if handle is not None:
-            handle.update({"text/plain": ""}, raw=True)
-        elif is_terminal and shown:
-            sys.stdout.write(f"\x1b[{min(len(shown), size.lines - 1)}A\x1b[J")
 
 
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------

@@ -1,7 +1,10 @@
 """compare_programs: the figures of each program, what may be compared, and what is printed and drawn of them."""
 
+import dataclasses
+import io
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import compare_programs, saved_tensors_report
+from pylayer_jax._compare_programs import ProgramComparison
 from pylayer_jax.packers import quantize_saved
 from tests.kit.layers import Multiply, Tanh
 
@@ -29,8 +33,11 @@ def test_the_figures_are_those_of_jax_and_of_the_report():
     rows = compare(programs, W, X)
     assert list(rows) == list(programs)
     for name, program in programs.items():
-        compiled = jax.jit(jax.grad(program, (0, 1))).lower(W, X).compile()
-        assert rows[name].temp_bytes == compiled.memory_analysis().temp_size_in_bytes
+        compiled = jax.jit(jax.value_and_grad(program, (0, 1))).lower(W, X).compile()
+        memory = compiled.memory_analysis()
+        sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+        assert (rows[name].temp_bytes, rows[name].peak_bytes) == (sizes[0], sum(sizes))
+        assert rows[name].program is program
         assert rows[name].operations == compiled.cost_analysis()["flops"]
         assert rows[name].held_bytes == saved_tensors_report(program, W, X).total_bytes
         assert min(rows[name].trace_seconds, rows[name].compile_seconds) > 0
@@ -55,7 +62,7 @@ def test_a_step_is_timed_once_in_each_round():
     untimed = compare({"first": counted}, X, rounds=0)["first"]
     jax.effects_barrier()
     assert len(runs) == 1
-    assert (untimed.step_seconds, untimed.error) == ((), 0)
+    assert (untimed.step_seconds, untimed.error, untimed.value_error) == ((), 0, 0)
 
 
 def test_shapes_are_compiled_and_not_run():
@@ -110,6 +117,120 @@ def test_a_complex_argument():
     z = jnp.array([1 + 2j, 3 - 1j])
     rows = compare({"first": lambda z: jnp.sum(jnp.abs(z) ** 2), "scaled": lambda z: 1.5 * jnp.sum(jnp.abs(z) ** 2)}, z)
     assert rows["scaled"].error == pytest.approx(0.5)
+
+
+def test_values_are_compared_too():
+    values = {"first": 4.0, "more": 5.0, "same": 4.0, "none": jnp.nan}
+    rows = compare({name: lambda x, v=v: jnp.sum(x * 0) + v for name, v in values.items()}, X)
+    assert [row.value_error for row in rows.values()][:3] == [0, 0.25, 0]
+    assert math.isnan(rows["none"].value_error)
+    assert {row.error for row in rows.values()} == {0}
+    assert (
+        compare({"zero": lambda x: jnp.sum(x * 0), "one": lambda x: jnp.sum(x * 0) + 1}, X)["one"].value_error
+        == math.inf
+    )
+
+
+STANDARD = ["plain", "recompute_saved()", "cast_saved()", "quantize_saved(8)", "quantize_saved(4)"]
+
+
+def model(ws, x):
+    for w in ws:
+        x = jax.nn.gelu(x @ w)
+    return jnp.mean(x**2)
+
+
+MODEL = ([W * (0.3 + 0.01 * i) for i in range(4)], jnp.concatenate([X] * 4))
+
+
+@pytest.fixture(scope="module")
+def standard():
+    return compare_programs(model, *MODEL, rounds=0)
+
+
+def test_one_function_is_compared_under_the_ready_pairs(standard):
+    assert [row.name for row in standard.rows] == STANDARD
+    plain, exact, _, eight, four = standard.rows
+    assert plain.program is model
+    assert exact.error < 1e-5 < eight.error < four.error < 0.1
+    assert four.held_bytes < eight.held_bytes < 0.3 * plain.held_bytes
+    np.testing.assert_allclose(eight.program(*MODEL), model(*MODEL), rtol=1e-6)
+    assert [row.name for row in compare_programs(Tanh, jnp.float32(0.5), rounds=0).rows] == STANDARD
+
+
+def test_a_row_is_shown_before_the_next_program_is_compiled(monkeypatch):
+    class Screen(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self):
+            return True
+
+    screen, shown = Screen(), []
+
+    def second(w, x):
+        shown.append(screen.getvalue())
+        return loss(w, x)
+
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    compare_programs({"the first": loss, "the second": second}, W, X, rounds=0)
+    assert "the first" not in shown[0]
+    assert "the first" in shown[-1]
+    assert "the second" not in shown[-1]
+
+
+def test_the_row_of_the_smallest_error_that_fits(standard):
+    for limit in {row.peak_bytes for row in standard.rows}:
+        chosen = standard.within(limit)
+        assert chosen.peak_bytes <= limit
+        assert chosen.error <= 1e-5 + min(row.error for row in standard.rows if row.peak_bytes <= limit)
+    assert standard.within("1 GiB").name == "plain"  # as exact as recompute_saved(), with fewer operations
+    least = min(standard.rows, key=lambda row: row.peak_bytes)
+    with pytest.raises(ValueError, match=rf"{re.escape(least.name)}(?s:.*) 1.00 B"):
+        standard.within(least.peak_bytes - 1)
+
+
+def rows_of(*figures):
+    """Rows with a name, a peak, an error and operations each."""
+    row = compare_programs({"plain": jnp.sum}, X, rounds=0).rows[0]
+    names = "name", "peak_bytes", "error", "operations"
+    return ProgramComparison([dataclasses.replace(row, **dict(zip(names, f, strict=True))) for f in figures])
+
+
+def test_of_equal_errors_the_row_with_the_fewest_operations():
+    found = rows_of(
+        ("nan", 1, math.nan, 1.0), ("slow", 5, 0.0, 200.0), ("fast", 7, 9e-6, 100.0), ("rounds", 1, 0.1, 50.0)
+    )
+    assert found.within(9).name == "fast"
+    assert found.within(6.5).name == "slow"
+    assert found.within(1).name == "rounds"
+    assert rows_of(("first", 5, 0.0, None), ("second", 5, 0.0, None)).within(5).name == "first"
+
+
+def test_shapes_are_chosen_in_their_order():
+    found = compare_programs(model, *jax.eval_shape(lambda: MODEL))
+    assert [row.error for row in found.rows] == [None] * 5
+    plain, least = found.rows[0], min(found.rows, key=lambda row: row.peak_bytes)
+    assert found.within(plain.peak_bytes) is plain
+    assert found.within(least.peak_bytes) is least
+
+
+def test_a_text_is_a_number_of_bytes():
+    found = rows_of(("only", 1.5 * 2**30, 0.0, 1.0))
+    for text in ("1.5 GiB", "1.5GiB", "1.5 gib", " 1536 MiB ", "1.62 GB", "0.0015 TiB", "1610612736B", "1610613 kB"):
+        assert found.within(text).name == "only"
+    for text in ("1.4 GiB", "1.5 GB", ".9 GiB", "1535 MiB", "1 B"):
+        with pytest.raises(ValueError, match=re.escape(repr(text))):
+            found.within(text)
+    for text in ("", "2", "GiB", "-2 GiB", "two GiB", "2 GiB/s", "1e3 MB", "2 XiB", "1,5 GiB"):
+        with pytest.raises(ValueError, match=rf"(?s){re.escape(repr(text))}.*KiB"):
+            found.within(text)
+
+
+def test_memory_that_a_backend_does_not_tell():
+    with pytest.raises(ValueError, match="unknown"):
+        rows_of(("known", 1, 0.0, 1.0), ("unknown", None, 0.0, 1.0)).within("1 GiB")
 
 
 def test_the_error_of_bfloat16_gradients_is_not_rounded():
@@ -177,6 +298,8 @@ def test_what_is_printed_and_drawn():
         assert f"{plain.held_bytes / 1024:.1f}" in shown
         assert ratio in shown
         assert f"{packed.error:.2g}" in shown
+        assert f"{plain.peak_bytes / 1024:.0f}" in shown
+        assert "optimizer" in shown
     assert "8 <bits>" in text
     assert "8 &lt;bits&gt;" in html
     assert html.count("<tr>") == 3
@@ -192,7 +315,7 @@ def test_figures_that_a_backend_does_not_have(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda self: None)
     comparison = compare_programs({"plain": loss, "again": loss}, W, X, rounds=0)
     assert [row.operations for row in comparison.rows] == [None, None]
-    assert comparison._repr_html_().count("<td></td>") == 3  # and the error of the first
+    assert comparison._repr_html_().count("<td></td>") == 4  # and the errors of the first
     with pytest.raises(ValueError, match="plain, again"):
         comparison.plot()
 

@@ -175,5 +175,7 @@ assert_type(saved_tensors_report(loss, x).total_bytes, int)
 comparison = compare_programs({"plain": loss, 8: cast_saved()(loss)}, x, rounds=3)
 assert_type(comparison.rows[0].held_bytes, int)
 assert_type(comparison.rows[0].operations, float | None)
-compare_programs(loss, x)  # error: reportArgumentType
+assert_type(compare_programs(loss, x).within("2 GiB").peak_bytes, int | None)
+compare_programs([loss], x)  # error: reportArgumentType
+comparison.within(None)  # error: reportArgumentType
 compare_programs({"plain": loss}, x, round=3)  # error: reportCallIssue

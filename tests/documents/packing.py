@@ -207,7 +207,7 @@ def compare(losses: dict[str, Any], params: Any, x: Any, y: Any, rounds: int) ->
     programs = {name: of_parameters(loss) for name, loss in losses.items()}
     comparison = compare_programs(programs, params, x, y, rounds=rounds)
     print(comparison, flush=True)
-    return {row.name: dataclasses.asdict(row) for row in comparison.rows}
+    return {row.name: dataclasses.asdict(dataclasses.replace(row, program=None)) for row in comparison.rows}
 
 
 def measure(name: str, place: str, rounds: int) -> dict[str, Any]:

@@ -1,0 +1,12 @@
+"""Random programs under pairs that recompute tensors have the gradients that they have without: see recomputed.py."""
+
+import pytest
+
+from .recomputed import failure
+
+pytestmark = [pytest.mark.generated, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("seed", range(5000, 5012))
+def test_a_program_under_a_pair_that_recomputes(seed):
+    assert failure(seed) is None
