@@ -269,8 +269,9 @@ class PackedTensor:
 
 def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
     """Return the steps of a pair that pack a tensor."""
-    is_selected = is_selected(pair.only, tensor, where, origin)
-    return _steps_for(tensor, pair.steps_for(origin), where, origin) if is_selected else ()
+    if not is_selected(pair.only, tensor, where, origin):
+        return ()
+    return _steps_for(tensor, pair.steps_for(origin), where, origin)
 
 
 def roundings_of(steps: Sequence[Step], tensor: Any) -> frozenset[Rounding]:
