@@ -307,7 +307,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
-    """Save matrix products, and what decides: a policy of `jax.checkpoint`.
+    """Save matrix products without batch axes, convolutions, and what decides: a policy of `jax.checkpoint`.
 
         >>> layer = jax.checkpoint(lambda x, w: jax.nn.relu(x @ w), policy=products_and_decisions)
         >>> loss = quantize_saved(8)(lambda x, w: jnp.sum(layer(x, w) ** 2))
@@ -318,9 +318,12 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
     policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
     """
     row = ROWS.get(primitive.name)
+    if row is None:
+        return False
+    if row.is_product:
+        return primitive.name != "dot_general" or not params["dimension_numbers"][1][0]
     is_rounding = primitive.name == "convert_element_type" and not jnp.issubdtype(params["new_dtype"], jnp.inexact)
-    of_floats = any(jnp.issubdtype(t.dtype, jnp.inexact) for t in types)
-    return row is not None and (row.is_product or (of_floats and (row.decides or is_rounding)))
+    return (row.decides or is_rounding) and any(jnp.issubdtype(t.dtype, jnp.inexact) for t in types)
 
 
 # -- blocks of values ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from pylayer_jax import compare_programs
 from pylayer_jax._compare_programs import ComparedProgram, ProgramComparison
-from pylayer_jax.packers import cast_saved, quantize_saved
+from pylayer_jax.packers import cast_saved, products_and_decisions, quantize_saved, recompute_saved
 
 from .draw_pictures import save
 
@@ -43,6 +43,7 @@ def _same(f: Any) -> Any:
 
 
 PACKERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "exact": recompute_saved,
     "cast": cast_saved,
     "8 bits": lambda: quantize_saved(8),
     "4 bits": lambda: quantize_saved(4),
@@ -144,12 +145,11 @@ MODELS: dict[str, Callable[[], Model]] = {
     "relu, batch 4096": lambda: mlp(jax.nn.relu, 128, 4096),
     "convolutions": convolutions,
     "gelu, bf16, weights cast inside": lambda: mlp(jax.nn.gelu, 128, 4096, dtype=BF16, cast_at="inside"),
-    "gelu, bf16, weights cast before": lambda: mlp(jax.nn.gelu, 128, 4096, dtype=BF16, cast_at="before"),
     "gelu, 1024 wide, batch 16": lambda: mlp(jax.nn.gelu, 1024, 16),
 }
-IN_PROGRAMS = ("cast", "8 bits")  # 4 bits take long to compile, and are measured in training only
+IN_PROGRAMS = ("exact", "cast", "8 bits")  # 4 bits take long to compile, and are measured in training only
 PLACES = {"loss": "around the loss", "layer": "around each layer", "body": "in a scan's body"}
-MORE_PLACES = {"transformer": ("layer", "body"), "gelu, batch 4096": ("layer",)}
+MORE_PLACES = {"transformer": ("layer", "body")}
 PROGRAMS = [(name, place) for name in MODELS for place in ("loss", *MORE_PLACES.get(name, ()))]
 IN_README = {
     "transformer": "transformer",
@@ -167,27 +167,29 @@ TRAINED: dict[str, Callable[[], Model]] = {
 
 
 DEPTHS = (12, 24)
-PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 def keep_products(layer: Layer) -> Layer:
-    return jax.checkpoint(layer, policy=PRODUCTS)
+    return jax.checkpoint(layer, policy=products_and_decisions)
 
 
 # What is around each layer, and around the loss.
+CHECKPOINT, BEST = (
+    "`jax.checkpoint` of each layer",
+    "`quantize_saved(8)`, and a checkpoint with `products_and_decisions`",
+)
 DEEP: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "plain": (_same, _same),
-    "`jax.checkpoint` of each layer": (jax.checkpoint, _same),
-    "checkpoint that keeps products": (keep_products, _same),
+    "`recompute_saved()`": (_same, recompute_saved()),
+    "`cast_saved()`": (_same, cast_saved()),
     "`quantize_saved(8)`": (_same, quantize_saved(8)),
-    "checkpoint that keeps products, and `cast_saved()`": (keep_products, cast_saved()),
-    "checkpoint that keeps products, and `quantize_saved(8)`": (keep_products, quantize_saved(8)),
+    CHECKPOINT: (jax.checkpoint, _same),
+    BEST: (keep_products, quantize_saved(8)),
 }
-BEST = "checkpoint that keeps products, and `quantize_saved(8)`"
 
 
-ERRORS = ["model", "error of the gradient: cast; 8 bits; 4 bits", "loss of plain: before; after"]
-ERRORS += ["loss above plain: cast", "8 bits", "4 bits"]
+ERRORS = ["model", "error of the gradient: exact; cast; 8 bits; 4 bits", "loss of plain: before; after"]
+ERRORS += ["loss above plain: exact", "cast", "8 bits", "4 bits"]
 
 
 def program(model: Model, place: str, around: Callable[[Any], Any] | None) -> Callable[..., Any]:
@@ -300,7 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     for name, place in PROGRAMS:
         print(name, place)
-        found["programs"][f"{name} | {PLACES[place]}"] = measure(name, place, 0 if options.memory else 9)
+        found["programs"][f"{name} | {PLACES[place]}"] = measure(name, place, 0 if options.memory else 5)
         write(json.dumps(found, indent=1))
     for name in [] if options.memory else TRAINED:
         found["training"][name] = train(name, 3, 300)
@@ -366,7 +368,7 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
         errors.append([name, error, f"{losses['first'][0]:.2f}; {losses['plain'][1]:.4f}", *above])
     result: dict[str, str] = {}
     if newest["deep"]:
-        result |= {"fact": fact(*list(newest["deep"].items())[-1]), "deep": deep_in_short(newest["deep"])}
+        result |= {"fact": fact(newest["deep"]), "deep": deep_in_short(newest["deep"])}
         result |= {f"{depth} layers": deep_table(programs) for depth, programs in newest["deep"].items()}
     if newest["programs"]:
         kinds = "temp_bytes", "held_bytes"
@@ -391,18 +393,22 @@ def relative_time(of_way: dict[str, Any], way: str) -> str:
     return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def fact(depth: str, programs: dict[str, Any]) -> str:
-    """Return the first sentences of the README about memory, for one depth."""
-    plain, checkpoint = programs["plain"], "`jax.checkpoint` of each layer"
-    more = {name: row["operations"] / plain["operations"] - 1 for name, row in programs.items()}
-    memory = {name: f"{mib(row['temp_bytes']):.0f} MiB" for name, row in programs.items()}
-    taken = {name: f"{memory[name]}, with {more[name]:.0%} more operations" for name in programs}
+def fact(deep: dict[str, Any]) -> str:
+    """Return the first sentences of the README about memory."""
+
+    def taken(name: str) -> str:
+        memory = " and ".join(f"{mib(programs[name]['temp_bytes']):.0f}" for programs in deep.values())
+        more = max(programs[name]["operations"] / programs["plain"]["operations"] - 1 for programs in deep.values())
+        return f"{memory} MiB" + ("" if name == "plain" else f", with {more:.0%} more operations")
+
+    error = max(programs["`quantize_saved(8)`"]["error"] for programs in deep.values())
     return (
-        f"For example, the gradient of a transformer of {depth} layers takes {memory['plain']} of temporary memory.\n"
-        f"With `jax.checkpoint` of each layer, it takes {taken[checkpoint]}.\n"
-        "With a checkpoint that keeps matrix products, and `quantize_saved(8)` around the loss, it takes\n"
-        f"**{taken[BEST]}**, and the gradient has an error of {shown_error(programs[BEST])}\n"
-        "([all figures](#less-memory-for-saved-tensors)).\n"
+        f"The gradients of transformers of {' and '.join(deep)} layers take {taken('plain')} of temporary memory\n"
+        "(XLA's figure, on CPU).\n"
+        f"`recompute_saved()` around the loss: **{taken('`recompute_saved()`')}, and the exact gradient**.\n"
+        f"`quantize_saved(8)` around it: **{taken('`quantize_saved(8)`')}**,\n"
+        f"and an error of the gradient of {error:.1g};\n"
+        f"`jax.checkpoint` of each layer: {taken(CHECKPOINT)} ([all figures](#less-memory-for-saved-tensors)).\n"
     ).replace("%", " %")
 
 
@@ -450,7 +456,12 @@ def deep_in_short(deep: dict[str, Any]) -> str:
 
 def in_short(programs: dict[str, Any]) -> str:
     """Return the table of the README: memory, and time with quartiles, of some programs."""
-    ways = {"cast": "`cast_saved()`", "8 bits": "`quantize_saved(8)`", "checkpoint": "`jax.checkpoint` of each layer"}
+    ways = {
+        "exact": "`recompute_saved()`",
+        "cast": "`cast_saved()`",
+        "8 bits": "`quantize_saved(8)`",
+        "checkpoint": "`jax.checkpoint` of each layer",
+    }
     rows = []
     for name, shown in IN_README.items():
         figures = programs[f"{name} | {PLACES['loss']}"]
