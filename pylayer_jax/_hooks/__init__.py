@@ -17,11 +17,12 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    its body again, as that of a scan, so that each iteration packs; or, as most operations, bind a `HookedOperation`.
 4. A `HookedOperation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
 5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
-   that `jax.vjp` returns is a residual.
+   that `jax.vjp` returns is a residual. For an operation that keeps nothing, the trace of the block records the
+   equation, in eager mode with weak references.
 6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or
    if the predicate `only` or the keys of `by_name` exclude its origin.
-7. A residual is recomputed in backward if it can be computed from other residuals by equations that amplify the packing
-   error by a small factor at most.
+7. A residual is recomputed in backward if equations lead to it from tensors that are kept anyway, or from smaller ones.
+   The table of primitives says which equations, by the errors of these tensors.
 8. Every other residual is packed. The pair remembers the packed result by weak references, so that another operation
    with the same residual reuses it as long as JAX keeps it.
 9. JAX keeps each packed array once, as a residual of a `Pullback`, which is a linear map of tangents. In staged code,
@@ -32,6 +33,7 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
 
 The modules, each of which imports only modules above it:
 
+- `primitives` is the table of JAX's primitives (5 and 7).
 - `host` runs hooks on the host, and holds their results for compiled programs.
 - `pack` defines a pair of hooks, the key that compares pairs, and the `Origin` of a tensor; it packs and unpacks one
   tensor (sentence 8).
