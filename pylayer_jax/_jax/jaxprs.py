@@ -165,7 +165,7 @@ def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> l
     If `known` contains a result of an equation, later equations read the value in `known`.
     """
     values = dict(known)
-    for equation in _equations_to(jaxpr, known, wanted)[0]:
+    for equation in equations_to(jaxpr, known, wanted)[0]:
         for variable, value in zip(equation.outvars, _evaluate_equation(jaxpr, equation, values), strict=True):
             values.setdefault(variable, value)
     return _values_of(wanted, values)
@@ -205,10 +205,10 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
 
 def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
     """Return the set of all variables that `evaluate_part` reads or returns."""
-    return _equations_to(jaxpr, known, wanted)[1]
+    return equations_to(jaxpr, known, wanted)[1]
 
 
-def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
     """Return the equations that compute the variables `wanted` from the variables `known`.
 
     Also return the set of all variables that are in `wanted` or are operands of these equations.
