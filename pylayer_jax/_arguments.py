@@ -80,10 +80,15 @@ class Arguments:
     def names(self) -> list[str]:
         return [a.name for a in self.arguments]
 
+    def tensor_names(self) -> list[str]:
+        """Return the path of each tensor, such as `params['w']`."""
+        if self.is_plain:
+            return self.names()
+        return [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
+
     def ref_names(self) -> list[str]:
-        """Return the path of each Ref among the arguments, such as `params['history']`."""
-        paths = [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
-        return [path for path, is_one in zip(paths, self.ref_mask, strict=True) if is_one] if self.has_refs else []
+        """Return the path of each Ref among the arguments."""
+        return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=False) if is_one]
 
     def slots(self) -> list[Argument]:
         """Return the *slots*: the arguments that hold at least one tensor that is no Ref.

@@ -247,9 +247,11 @@ class LayerCall:
                 result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
+                static = [str(i) for i, x in enumerate(outputs.groups) if not x.size and not layer._torch_convention]
+                without = f" (output {', '.join(static)} holds no array, and so has no cotangent)" if static else ""
                 raise TypeError(
-                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output', 'outputs')}, so "
-                    f"backward takes ctx and {plural(len(given), 'cotangent', 'cotangents')}: {misfit}."
+                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output', 'outputs')}"
+                    f"{without}, so backward takes ctx and {plural(len(given), 'cotangent', 'cotangents')}: {misfit}."
                 ) from error
             add_note(error, self.name, "backward")
             raise

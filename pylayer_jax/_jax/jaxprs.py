@@ -37,14 +37,14 @@ for _part in Path(__file__).parents[1].iterdir():
 
 
 def stage(
-    function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str
+    function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str, arg_names: Sequence[str] = ()
 ) -> tuple[Any, list[Any], Any]:
     """Stage a flat function to a jaxpr. `function` returns a pair: a sequence of outputs, and any other Python object.
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
     `jax.make_jaxpr` takes five times as long as this function, which runs for every layer that JAX traces. Errors of
-    JAX call the function `name`.
+    JAX call the function `name`, and its arguments `arg_names`.
 
     Returns:
         The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
@@ -58,10 +58,12 @@ def stage(
         outputs, second = function(*args)
         return outputs
 
-    debug = DebugInfo("pylayer_jax", name, None, None)
+    debug = DebugInfo("pylayer_jax", name, tuple(arg_names) or None, None)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrap_init(outputs_of, debug_info=debug), list(types))
-    if jaxpr.constvars:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
-        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
+    if jaxpr.constvars or arg_names:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
+        # Without its names, later passes may drop and add inputs.
+        unnamed = debug._replace(arg_names=None)
+        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=unnamed)
     return jaxpr, list(consts), second
 
 

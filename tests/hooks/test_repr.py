@@ -78,3 +78,17 @@ def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
         step(jnp.ones(3))
     assert "2 tensors" in repr(hooks)
     assert "1 of them traced" in repr(hooks)
+
+
+class Fails(saved_tensors_hooks):
+    made = None
+
+    def __init__(self):
+        Fails.made = self
+        raise ValueError("of the user")
+
+
+def test_the_repr_of_a_pair_whose_constructor_raised_has_the_class():
+    with pytest.raises(ValueError, match="of the user"):
+        Fails()
+    assert repr(Fails.made) == "Fails()"
