@@ -376,7 +376,15 @@ class StagedLayer(RuleFunction):
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
 
             in_axes = tuple(self._of_sources(dims, [0] * len(outputs)))
-            found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
+            try:
+                found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
+            except Exception as error:
+                error.add_note(
+                    f"JAX batches the code of {self.name}.forward that computes saved intermediates: vmap returns "
+                    "outputs alone. Where JAX cannot batch it, return what backward needs as one more output, and mark "
+                    "it with ctx.mark_non_differentiable if it has no gradient."
+                )
+                raise
             return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
