@@ -191,9 +191,10 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
     A leaf is a tensor if `predicate` returns True for it. The list is in flattening order.
     """
-    if predicate(tree):
-        return [tree], LEAF
-    if type(tree) is tuple and all(map(predicate, tree)):
+    if type(tree) is not tuple:
+        if predicate(tree):
+            return [tree], LEAF
+    elif all(map(predicate, tree)):
         return list(tree), _tuple_of(len(tree))
     tensors: list[Any] = []
     return tensors, _skeleton(tree, predicate, tensors)

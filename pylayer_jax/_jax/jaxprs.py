@@ -60,8 +60,7 @@ def stage(
 
     debug = DebugInfo("pylayer_jax", name, tuple(arg_names) or None, None)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrap_init(outputs_of, debug_info=debug), list(types))
-    if jaxpr.constvars or arg_names:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
-        # Without its names, later passes may drop and add inputs.
+    if jaxpr.constvars:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
         unnamed = debug._replace(arg_names=None)
         jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=unnamed)
     return jaxpr, list(consts), second
@@ -243,7 +242,8 @@ def uses_own_refs(jaxpr: Any) -> bool:
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
     """Return the effects of a jaxpr, except effects on Refs that the jaxpr itself makes."""
-    return frozenset(jaxpr.effects) - _effects_of_own_refs()
+    effects = frozenset[Any](jaxpr.effects)
+    return effects and effects - _effects_of_own_refs()
 
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
