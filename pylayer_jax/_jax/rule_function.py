@@ -763,7 +763,8 @@ class _Outputs(RuleFunction):
     name = "outputs"
 
     def __init__(self, n_operands: int, types: tuple[Any, ...]) -> None:
-        self.n_operands, self.jaxpr = n_operands, _jaxpr_of_outputs(n_operands, types)
+        self.n_operands = n_operands
+        self.jaxpr, _, _ = stage(lambda *xs: (xs[n_operands:], None), types, self.name)
 
     def mask_of_kept_operands(self) -> list[bool]:
         return [i < self.n_operands for i in range(len(self.jaxpr.invars))]  # they decide whether outputs are batched
@@ -782,15 +783,15 @@ class _Outputs(RuleFunction):
         return as_batched_as(args[:n], values), out_dims
 
 
-@functools.lru_cache(maxsize=1024)
-def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
-    return stage(lambda *xs: (xs[n_operands:], None), types, _Outputs.name)[0]
+@functools.lru_cache(maxsize=1024)  # with equal parameters, JAX reuses the types of the results
+def _params_of_outputs(n_operands: int, types: tuple[Any, ...]) -> dict[str, Any]:
+    return rule_function_p.params_of(_Outputs(n_operands, types))
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
     """Return `outputs` unchanged. Under `jax.vmap`, batch `outputs` as a `RuleFunction` batches its outputs."""
     values = [*operands, *outputs]
-    return apply(_Outputs(len(operands), tuple(types_of(values))), values)
+    return rule_function_p.bind(*values, **_params_of_outputs(len(operands), tuple(types_of(values))))
 
 
 # -- parts of a function -------------------------------------------------------------------------------------
