@@ -102,20 +102,14 @@ class LayerCall:
     # -- forward ---------------------------------------------------------------------------------------
 
     def run_forward(
-        self,
-        tensors: Sequence[Any],
-        needs: Sequence[bool],
-        forward: Callable[..., Any] | None = None,
-        is_staged: bool = False,
+        self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
     ) -> ForwardResult:
         """Run the `forward` of the class, or the argument `forward` if it is given, and collect the residuals.
 
         `needs` has one bool per tensor; `ctx.needs_input_grad` is made from `needs` and has one bool per argument.
-        `is_staged` is True if the caller knows that JAX stages this run.
         """
         __tracebackhide__ = True
-        forward = forward or self.layer._forward_with_ctx()
-        ctx, result = self._call_forward(forward, tensors, needs, is_staged or is_staging())
+        ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
         run = ForwardResult(*keep(ctx, result, self.layer))
         self.outputs = run.kept.outputs
         return run

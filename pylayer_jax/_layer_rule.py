@@ -455,7 +455,7 @@ def _stage_forward(
         needs = call.arguments.can_get_gradient([True] * len(inputs))
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
-        kept, outputs, residuals = call.run_forward(inputs, needs, is_staged=True)
+        kept, outputs, residuals = call.run_forward(inputs, needs)
         # Each staged input is a distinct tracer, even if the caller passed one array twice. So Python's `id` identifies
         # each residual.
         known = {id(x) for x in (*inputs, *outputs)}

@@ -117,7 +117,7 @@ def _cases_at(
     try:
         other = subject.at(values, options)
         # The outputs of the user's function alone decide. A gradient that is NaN where the outputs are finite is an
-        # error of the layer. See "nan at large values" in tests/checkers/wrong_layers.py.
+        # error of the layer. See "log_softmax of exp" in tests/checkers/wrong_layers.py.
         masks, other_masks = map(_finite_masks, (subject.root.outputs, other.root.outputs))
         if len(other_masks) != len(masks) or not all(map(np.array_equal, other_masks, masks)):
             return [], "it has outputs that are not finite"

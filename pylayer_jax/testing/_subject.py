@@ -519,7 +519,8 @@ class Subject:
     def epsilon(self) -> float:
         """The machine epsilon of the narrowest dtype among the values, the outputs and what forward casts to."""
         dtypes = [x.dtype for x in (*self.function.values, *self.outputs) if has_tangent(x)]
-        return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *self.function.inner_dtypes()))
+        inner = (self.reference or self.function).inner_dtypes()  # a reference says how exact the layer is meant to be
+        return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *inner))
 
     @property
     def output_term_sizes(self) -> list[float]:

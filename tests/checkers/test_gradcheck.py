@@ -95,6 +95,13 @@ def test_a_reference_that_is_not_finite_is_named():
     assert gradgradcheck(swish, args, jax.nn.swish)
 
 
+def test_a_layer_that_computes_in_bfloat16_is_not_that_of_a_reference_in_float32():
+    matmul, args = RIGHT["matmul in bfloat16"]
+    assert gradcheck(matmul, args)
+    with pytest.raises(AssertionError, match="by the reference"):
+        assert_equivalent(matmul, jnp.matmul, args)
+
+
 def test_a_cast_inside_is_named_in_the_row():
     report = check_layer(*RIGHT["RMSNorm in float32"][:1], X, skip=[row for row in PROPERTIES if row != "gradients"])
     assert "float32 inside" in report["gradients"].message
