@@ -43,7 +43,7 @@ class Skeleton:
         self.treedef = treedef
         self.leaves = leaves
         # The path to each leaf, from the tree itself. `treedef.unflatten` of placeholders would call user code, which
-        # may accept arrays only. tests: contract/test_arguments.py
+        # may accept arrays only. tests: contract/test_strict_pytrees.py
         self.leaf_paths = leaf_paths
         self.size = size  # the number of tensors
 
