@@ -152,7 +152,7 @@ def check(arguments: list[str]) -> tuple[bool, str]:
         "--no-float64",
         dest="float64",
         action="store_false",
-        help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype inside",
+        help="compute numerical gradients in the dtypes given; for NumPy code that rounds to a narrower dtype",
     )
     options = parser.parse_args(arguments)
     is_wide = any(spec.partition("[")[0] in _WIDE for spec in options.specs)

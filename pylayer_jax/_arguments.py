@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor_or_ref, typeof
+from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor_or_ref, types_of
 from ._trees import LEAF, Skeleton, has_changed, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -75,15 +75,20 @@ class Arguments:
             has_ref = has_ref or any(map(is_ref, found))
             tensors += found
         ref_mask = [is_ref(x) for x in tensors] if has_ref else []
-        return Arguments(layer, arguments, [typeof(x) for x in tensors], n_positional, ref_mask), tensors
+        return Arguments(layer, arguments, types_of(tensors), n_positional, ref_mask), tensors
 
     def names(self) -> list[str]:
         return [a.name for a in self.arguments]
 
+    def tensor_names(self) -> list[str]:
+        """Return the path of each tensor, such as `params['w']`."""
+        if self.is_plain:
+            return self.names()
+        return [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
+
     def ref_names(self) -> list[str]:
-        """Return the path of each Ref among the arguments, such as `params['history']`."""
-        paths = [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
-        return [path for path, is_one in zip(paths, self.ref_mask, strict=True) if is_one] if self.has_refs else []
+        """Return the path of each Ref among the arguments."""
+        return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=False) if is_one]
 
     def slots(self) -> list[Argument]:
         """Return the *slots*: the arguments that hold at least one tensor that is no Ref.

@@ -247,9 +247,11 @@ class LayerCall:
                 result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
+                static = [str(i) for i, x in enumerate(outputs.groups) if not x.size and not layer._torch_convention]
+                without = f" (output {', '.join(static)} holds no array, and so has no cotangent)" if static else ""
                 raise TypeError(
-                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output', 'outputs')}, so "
-                    f"backward takes ctx and {plural(len(given), 'cotangent', 'cotangents')}: {misfit}."
+                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output', 'outputs')}"
+                    f"{without}, so backward takes ctx and {plural(len(given), 'cotangent', 'cotangents')}: {misfit}."
                 ) from error
             add_note(error, self.name, "backward")
             raise
@@ -365,10 +367,8 @@ class LayerCall:
         outputs, out_dims = result
         try:
             _, arrays, skeleton = Outputs.split(self.name, outputs)
-            # An int or None in out_dims applies to all leaves of the corresponding subtree of the outputs.
-            of_leaves = jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None)
-            pairs = zip(arrays, skeleton.flatten_up_to(of_leaves), strict=True)
-            values = [batch_axis_to_front(axis, x, dim) for x, dim in pairs]
+            dims = _dims_of_tensors(out_dims, outputs)
+            values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
         except (TypeError, ValueError) as error:
             raise self._vmap_error(axis, result, error) from error
         return Outputs(outputs, skeleton, arrays, frozenset()), values
@@ -403,6 +403,16 @@ class LayerCall:
                 f"front), as forward returns them for one example; got {', '.join(found)}."
             )
         return values
+
+
+def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
+    """Return the batch axis of each tensor in `outputs`. An int or None in `out_dims` applies to a whole subtree."""
+    tensors, skeleton = split(outputs)
+    if out_dims is None or isinstance(out_dims, int):
+        return [out_dims] * len(tensors)
+    if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
+        return [dim for pair in zip(out_dims, outputs, strict=True) for dim in _dims_of_tensors(*pair)]
+    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None))
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:

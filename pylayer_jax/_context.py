@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._jax.traces import STAGED, current_trace, has_named_axis, is_active, is_staging, is_tracer
-from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, typeof, zeros_of
+from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
 from ._messages import closed_over, describe, innermost, tensors_in
 from ._trees import LEAF, Skeleton, contains, split
 
@@ -62,7 +62,7 @@ class Outputs:
         else:
             self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
         self.marked = marked  # indices of outputs that are marked non-differentiable
-        self.types = [typeof(x) for x in arrays]
+        self.types = types_of(arrays)
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
         # JAX may place an uncommitted array on any device, so zeros for the cotangent of this array need no sharding.
         # Zeros for a tracer get their sharding from its type.

@@ -16,7 +16,7 @@ from ._call import ForwardResult, LayerCall
 from ._jax.jaxprs import evaluate_jaxpr
 from ._jax.rule_function import apply, as_batched_as, forbid_derivative, merge, select
 from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
-from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
+from ._jax.types import as_arrays, explicit_sharding, is_ref, types_of
 from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
 from ._messages import once_differentiable_error, source_of
 
@@ -42,7 +42,7 @@ class TracedCall:
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Return `forward`, staged for the types of `tensors`, and the values that `forward` closes over."""
         __tracebackhide__ = True
-        key = tuple([typeof(x) for x in tensors])
+        key = tuple(types_of(tensors))
         if (staged := self.staged.get(key)) is not None:
             return staged, []
         staged, consts = stage_layer(self.call, key, tensors if in_rule else ())

@@ -46,6 +46,8 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
             if any(needs[argument.span]):
                 gradients[argument.span] = _coerce_argument(entry, argument, arguments, needs)
     except ValueError as error:
+        if advice := _advice_to_wrap(result, arguments.slots()):
+            error.add_note(advice)
         error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
         raise
     if result is None and any(needs):
@@ -89,6 +91,19 @@ def _pair(
     for argument, entry in pairs:
         _check_no_gradient(argument, entry, arguments)
     return [(argument, entry) for argument, entry in pairs if argument.skeleton.size]
+
+
+def _advice_to_wrap(result: Any, slots: Sequence[Argument]) -> str:
+    """Return advice about a tuple that looks like the gradient of one argument, and not like one gradient each."""
+    kind = type(result)
+    for slot in slots if isinstance(result, tuple) and (kind is not tuple or len(slots) == 1) else ():
+        if (slot.skeleton.treedef.node_data() or (None,))[0] is kind:
+            shown = "" if kind is tuple else kind.__name__
+            return (
+                f"backward returns a tuple with one entry per argument. If this {kind.__name__} is the gradient of "
+                f"{slot.name}, wrap it: return ({shown}(...),)."
+            )
+    return ""
 
 
 def _has_one_per_slot(entries: Sequence[Any], slots: Sequence[Argument], needs: Sequence[bool]) -> bool:

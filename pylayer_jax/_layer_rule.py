@@ -142,11 +142,12 @@ class LayerMap(LinearMap):
                 raise
             message = next(iter(str(error).splitlines()), "")
             if not isinstance(error, NotLinearError):
-                message = f"{name}.backward cannot be transposed by JAX ({type(error).__name__}: {message})."
+                reason = "" if "issue" in message else f" ({type(error).__name__}: {message})"
+                message = f"JAX cannot transpose {name}.backward{reason}, as with a loop that solves equations."
             raise NotLinearError(
                 f"{message} Forward mode, and forward over reverse as in jax.hessian, transpose a backward that is "
-                f"linear in its cotangents. Give {name} a static jvp(ctx, *tangents), or use reverse mode: jax.grad, "
-                "jax.jacrev, jax.jacrev(jax.grad(f))."
+                f"linear in its cotangents. Give {name} a static jvp(ctx, *tangents); or use reverse mode, which "
+                "differentiates backward instead, at every order: jax.grad, jax.jacrev, jax.jacrev(jax.grad(f))."
             ) from error
 
     def check_derivative(self) -> None:
@@ -375,7 +376,15 @@ class StagedLayer(RuleFunction):
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
 
             in_axes = tuple(self._of_sources(dims, [0] * len(outputs)))
-            found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
+            try:
+                found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
+            except Exception as error:
+                error.add_note(
+                    f"JAX batches the code of {self.name}.forward that computes saved intermediates: vmap returns "
+                    "outputs alone. Where JAX cannot batch it, return what backward needs as one more output, and mark "
+                    "it with ctx.mark_non_differentiable if it has no gradient."
+                )
+                raise
             return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
@@ -461,7 +470,7 @@ def _stage_forward(
             kept = dataclasses.replace(kept, outputs=kept.outputs.with_types(types))
         return values, (kept, positions)
 
-    return stage(forward, tensor_types, call.source)
+    return stage(forward, tensor_types, call.source, call.arguments.tensor_names())
 
 
 def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:

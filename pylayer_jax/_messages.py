@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any, Final
@@ -119,60 +120,94 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
 # -- hints -----------------------------------------------------------------------------------------------------
 
 
-# The table lists the most used names of torch and Paddle. Each line lists names from torch or Paddle, then a colon and
-# the equivalent JAX code.
+# The most used names of torch and Paddle, a colon, and the code of JAX. `{}` is the name itself, and "A for B" says
+# which call of torch A replaces. tests/layers/test_hints.py runs each A beside its B in torch.
 _TABLE: Final = """
-numel nelement: x.size
-dim ndimension: x.ndim
-size: x.shape[0] for x.size(0), x.shape for x.size()
-view: x.reshape(a, b)
-view_as reshape_as: x.reshape(y.shape)
-unsqueeze: jnp.expand_dims(x, axis)
-permute: jnp.transpose(x, axes)
+numel nelement: x.size for x.numel()
+dim ndimension: x.ndim for x.dim()
+size: x.shape[0] for x.size(0); x.shape for x.size()
+view: x.reshape(a, b) for x.view(a, b); x.reshape(-1) for x.view(-1)
+view_as reshape_as: x.reshape(y.shape) for x.view_as(y)
+flatten: x.reshape(*x.shape[:1], -1) for x.flatten(1); x.reshape(-1) for x.flatten()
+unsqueeze: jnp.expand_dims(x, 1) for x.unsqueeze(1)
+permute: jnp.transpose(x, (2, 0, 1)) for x.permute(2, 0, 1)
 transpose: jnp.swapaxes(x, 1, 2) for x.transpose(1, 2)
-expand expand_as: jnp.broadcast_to(x, shape)
-chunk: jnp.array_split(x, sections, axis)
-t: x.T
-to type cast: x.astype(dtype)
-type_as: x.astype(y.dtype)
-float: x.astype(jnp.float32)
-double: x.astype(jnp.float64)
-half: x.astype(jnp.float16)
-bfloat16: x.astype(jnp.bfloat16)
-int long: x.astype(jnp.int32)
-bool: x.astype(jnp.bool)
+expand: jnp.broadcast_to(x, (2, 3, 4)) for x.expand(2, 3, 4)
+expand_as: jnp.broadcast_to(x, y.shape) for x.expand_as(y)
+split: jnp.split(x, np.arange(n, len(x), n)) for x.split(n); jnp.split(x, np.cumsum(sizes)[:-1]) for x.split(sizes)
+chunk: jnp.array_split(x, n, axis) for x.chunk(n, axis), if n divides the length
+unbind: list(x) for x.unbind(0)
+cat: jnp.concatenate([x, y], 1) for torch.cat([x, y], 1)
+t: x.T for x.t()
+to type cast: x.astype(dtype) for x.to(dtype)
+type_as: x.astype(y.dtype) for x.type_as(y)
+float: x.astype(jnp.float32) for x.float()
+double: x.astype(jnp.float64) for x.double()
+half: x.astype(jnp.float16) for x.half()
+bfloat16: x.astype(jnp.bfloat16) for x.bfloat16()
+int long: x.astype(jnp.int32) for x.int()
+bool: x.astype(jnp.bool) for x.bool()
+tensor as_tensor: jnp.asarray(values) for torch.tensor(values)
 clone: x itself, which never changes; jnp.copy(x) is a second array
 contiguous is_contiguous stride storage: x itself: JAX lays out arrays by itself
-detach data: jax.lax.stop_gradient(x)
+detach data: jax.lax.stop_gradient(x) for x.detach()
 cpu cuda is_cuda get_device place: nothing, or jax.device_put(x, device): JAX places arrays by itself
 data_ptr: arrays have no address in traced code; a kernel of your own gets them by jax.ffi.ffi_call or jax.pure_callback
 numpy: np.asarray(x), outside of traced code; with host = True on the class, methods get NumPy arrays
-exp sqrt log tanh abs sign sin cos floor ceil square: of jax.numpy, as jnp.exp(x)
-sigmoid relu softmax log_softmax: of jax.nn, as jax.nn.relu(x)
-erf rsqrt: of jax.lax, as jax.lax.rsqrt(x)
-pow: x ** n
-mul add sub div neg: an operator: x * y, x + y, x - y, x / y, -x
-mm bmm mv matmul: x @ y
-addmm: bias + x @ y
-ger outer: jnp.outer(x, y)
-norm: jnp.linalg.norm(x.ravel(), p)
-clamp: jnp.clip(x, low, high)
-masked_fill: jnp.where(mask, value, x)
-gather: jnp.take_along_axis(x, index, axis)
-scatter_add index_add: x.at[index].add(y)
-index_select: jnp.take(x, index, axis)
-topk: jax.lax.top_k(x, k)
+abs exp log log1p expm1 sqrt square sign sin cos tanh floor ceil trunc reciprocal isnan: jnp.{}(x) for x.{}()
+sigmoid relu: jax.nn.{}(x) for x.{}()
+softmax log_softmax: jax.nn.{}(x, axis) for x.{}(axis)
+logsumexp: jax.nn.logsumexp(x, axis) for x.logsumexp(axis)
+erf rsqrt: jax.lax.{}(x) for x.{}()
+maximum minimum: jnp.{}(x, y) for x.{}(y)
+amax amin: jnp.{}(x, axis) for x.{}(axis)
+pow: x ** n for x.pow(n)
+mul: x * y for x.mul(y)
+add: x + y for x.add(y)
+sub: x - y for x.sub(y)
+div: x / y for x.div(y)
+neg: -x for x.neg()
+lt: x < y for x.lt(y)
+le: x <= y for x.le(y)
+gt: x > y for x.gt(y)
+ge: x >= y for x.ge(y)
+eq: x == y for x.eq(y)
+ne: x != y for x.ne(y)
+mm mv matmul: x @ w for x.matmul(w)
+bmm: x @ y for torch.bmm(x, y)
+addmm: bias + x @ w for torch.addmm(bias, x, w)
+ger outer: jnp.outer(v, v) for v.outer(v)
+norm: jnp.linalg.norm(x, axis=1) for x.norm(dim=1); jnp.linalg.norm(x.ravel(), p) for x.norm(p)
+clamp: jnp.clip(x, low, high) for x.clamp(low, high)
+masked_fill: jnp.where(mask, value, x) for x.masked_fill(mask, value)
+gather: jnp.take_along_axis(x, index, axis) for x.gather(axis, index), if all other axes of x and index are as long
+scatter_add: x.at[jnp.arange(len(index))[:, None], index].add(src) for x.scatter_add(1, index, src)
+index_add: x.at[rows].add(y) for x.index_add(0, rows, y)
+index_select: jnp.take(x, rows, 0) for x.index_select(0, rows)
+topk: jax.lax.top_k(x, k) for x.topk(k)
+roll: jnp.roll(x, n, 0) for x.roll(n, 0)
+flip: jnp.flip(x, 0) for x.flip(0)
+tril triu: jnp.{}(x) for x.{}()
 requires_grad stop_gradient: ctx.needs_input_grad[i] tells it; jax.lax.stop_gradient(x) cuts a gradient
 grad: a gradient is returned by backward and by jax.grad
 backward: y, pull = jax.vjp(f, x), then pull(dy)
+no_grad: nothing in forward and backward; elsewhere jax.lax.stop_gradient(x)
+register_hook: a layer whose backward returns the changed gradient
+saved_variables: ctx.saved_tensors
 new new_tensor: jnp.asarray(values, x.dtype), or jnp.zeros(shape, x.dtype)
-new_zeros new_ones new_empty new_full: jnp.zeros(shape, x.dtype), jnp.ones(shape, x.dtype), jnp.full(shape, n, x.dtype)
-is_floating_point: jnp.issubdtype(x.dtype, jnp.floating)
+new_zeros: jnp.zeros((3, 4), x.dtype) for x.new_zeros((3, 4))
+new_ones: jnp.ones((3, 4), x.dtype) for x.new_ones((3, 4))
+new_full: jnp.full((3, 4), n, x.dtype) for x.new_full((3, 4), n)
+new_empty: jnp.zeros(shape, x.dtype)
+is_floating_point: jnp.issubdtype(x.dtype, jnp.floating) for x.is_floating_point()
 """
 _IN_JAX: Final = {
-    name: text for names, _, text in (line.partition(": ") for line in _TABLE.strip().splitlines())
+    name: text.replace("{}", name) for names, _, text in (line.partition(": ") for line in _TABLE.strip().splitlines())
     for name in names.split()
 }  # fmt: skip
+
+# Methods of JAX's arrays that take other arguments than those of torch.
+_OTHER_ARGUMENTS: Final = ("view", "flatten", "transpose")
 
 _KEYWORDS: Final = {
     "dim": "axis",
@@ -183,12 +218,19 @@ _KEYWORDS: Final = {
 
 def hint(error: Exception, layer: str, method: str) -> str:
     """Return advice about an error in a layer's method or in a hook, or an empty string if there is no advice."""
-    if isinstance(error, NEEDS_VALUES):
+    if isinstance(error, NEEDS_VALUES) or "concrete values" in str(error):
         return (
-            f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
-            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. If the code is "
-            "NumPy or SciPy, set host = True on the class: its methods then get NumPy arrays, under jax.jit too. "
-            "jax.pure_callback runs a part of a method on the host."
+            f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. A flag or a size has to "
+            f"be a Python value: jax.jit({layer}.apply, static_argnums=1), or close over it, as in jax.jit(lambda x: "
+            f"{layer}.apply(x, True)). Use jnp.where or jax.lax.cond in place of if, and jnp in place of np. If the "
+            "code is NumPy or SciPy, set host = True on the class: its methods then get NumPy arrays, under jax.jit "
+            "too. jax.pure_callback runs a part of a method on the host."
+        )
+    if isinstance(error, NameError) and "axis name" in str(error) and method == "backward":
+        return (
+            "If JAX differentiates a jax.vmap as a whole, it runs backward outside of it, where the axis has no name. "
+            f"With forward_mode = True on {layer}, JAX runs backward inside. Or differentiate inside: "
+            "jax.vmap(jax.grad(f), axis_name=...)."
         )
     if isinstance(error, TypeError) and re.search(r"pylayer_jax\._.*(PyLayerContext|FunctionCtx)", str(error)):
         without = (
@@ -222,13 +264,18 @@ def hint(error: Exception, layer: str, method: str) -> str:
             return f"{found[1]} is of torch or Paddle. In JAX: {_KEYWORDS[found[1]]}."
         if "'int' object is not callable" in str(error):
             return "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
-    if isinstance(error, (TypeError, NotImplementedError)) and "view" in str(error):
-        return f"x.view takes a dtype in JAX: {_IN_JAX['view']} for x.view(a, b)."
+    if isinstance(error, (TypeError, ValueError, NotImplementedError)):
+        called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        for name in _OTHER_ARGUMENTS:
+            if f"_{name}" in called or f"_{name}()" in str(error):
+                return f"x.{name} takes other arguments in JAX. In JAX: {_IN_JAX[name]}."
     return ""
 
 
 def _hint_for_attribute(error: AttributeError) -> str:
     owner: Any = error.obj
+    if error.name == "saved_variables":
+        return f"In JAX: {_IN_JAX[error.name]}."
     if isinstance(owner, types.ModuleType):
         is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
     else:

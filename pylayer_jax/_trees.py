@@ -37,11 +37,14 @@ class Skeleton:
     A `_Dict` takes the place of each dict: JAX sorts the keys of a dict, and refuses keys that cannot be sorted.
     """
 
-    __slots__ = ("leaves", "size", "treedef")
+    __slots__ = ("leaf_paths", "leaves", "size", "treedef")
 
-    def __init__(self, treedef: Any, leaves: list[Any], size: int) -> None:
+    def __init__(self, treedef: Any, leaves: list[Any], leaf_paths: Sequence[Any], size: int) -> None:
         self.treedef = treedef
         self.leaves = leaves
+        # The path to each leaf, from the tree itself. `treedef.unflatten` of placeholders would call user code, which
+        # may accept arrays only. tests: contract/test_strict_pytrees.py
+        self.leaf_paths = leaf_paths
         self.size = size  # the number of tensors
 
     @property
@@ -67,8 +70,16 @@ class Skeleton:
         )
 
     def without_statics(self, tensors: Sequence[Any]) -> Any:
-        """Rebuild the tree from `tensors`, with None in place of every static."""
-        return self.fill(tensors, lambda _: None)
+        """Rebuild the tree from `tensors`, with None in place of every static.
+
+        If `tensors` are None or numbers, and a class accepts arrays only, one of them stands for the whole tree.
+        """
+        try:
+            return self.fill(tensors, lambda _: None)
+        except Exception:
+            if any(is_tensor(x) or x != tensors[0] for x in tensors):
+                raise
+            return tensors[0]
 
     def statics(self) -> list[Any]:
         """Return all leaves that are not tensors, in flattening order."""
@@ -86,13 +97,8 @@ class Skeleton:
 
     def paths(self) -> list[tuple[str, Any]]:
         """Return a pair (path, leaf) for each leaf; a placeholder stands for each tensor."""
-        if self is LEAF:
-            return [("", _TENSOR)]
-        # In place of a dict put a dict: `jax.tree_util.Partial` accepts nothing else for its keywords.
-        places = [dict.fromkeys(x.keys) if type(x) is _Dict else _TENSOR for x in self.leaves]
-        pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
-        for (path, _), leaf in zip(pairs, self.leaves, strict=True):
+        for path, leaf in zip(self.leaf_paths, self.leaves, strict=True):
             start = jax.tree_util.keystr(path)
             inner = leaf.paths() if type(leaf) is _Dict else [("", leaf)]
             found += [(start + rest, x) for rest, x in inner]
@@ -166,15 +172,16 @@ class _Dict:
         return [(f"[{key!r}]{path}", leaf) for key, child in pairs for path, leaf in child.paths()]
 
 
-LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
+LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], [()], 1)
 
 
 @functools.cache
 def _tuple_of(count: int) -> Skeleton:
-    return Skeleton(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, count)
+    paths = [(jax.tree_util.SequenceKey(i),) for i in range(count)]
+    return Skeleton(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, paths, count)
 
 
-def _is_dict(node: Any) -> bool:
+def _is_dict(_: Any, node: Any) -> bool:
     # JAX keeps the key order of an OrderedDict, and treats other subclasses of dict as leaves.
     return type(node) is dict or type(node) is collections.defaultdict
 
@@ -184,9 +191,10 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
     A leaf is a tensor if `predicate` returns True for it. The list is in flattening order.
     """
-    if predicate(tree):
-        return [tree], LEAF
-    if type(tree) is tuple and all(map(predicate, tree)):
+    if type(tree) is not tuple:
+        if predicate(tree):
+            return [tree], LEAF
+    elif all(map(predicate, tree)):
         return list(tree), _tuple_of(len(tree))
     tensors: list[Any] = []
     return tensors, _skeleton(tree, predicate, tensors)
@@ -197,17 +205,18 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
     if predicate(tree):
         tensors.append(tree)
         return LEAF
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_dict)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_dict, is_leaf_takes_path=True)
+    leaves: list[Any] = [leaf for _, leaf in pairs]
     before = len(tensors)
     for i, leaf in enumerate(leaves):
         if predicate(leaf):
             tensors.append(leaf)
             leaves[i] = _TENSOR
-        elif _is_dict(leaf):
+        elif _is_dict((), leaf):
             like = leaf.copy()
             like.clear()
             leaves[i] = _Dict(like, list(leaf), [_skeleton(x, predicate, tensors) for x in leaf.values()])
-    return Skeleton(treedef, leaves, len(tensors) - before)
+    return Skeleton(treedef, leaves, [path for path, _ in pairs], len(tensors) - before)
 
 
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
+from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -79,11 +84,24 @@ def predicate(owner: str, only: Any) -> Predicate | None:
 
 _packed_keys: Final[set[int]] = set()  # hashes of the keys of the pairs that have packed a tensor
 _MOST_LISTED: Final = 30
+_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", contextlib.__file__)
 
 
 def _listed(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:_MOST_LISTED])
     return f"{shown}, and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else shown
+
+
+def _misspelled(key: Any, names: Collection[str]) -> str:
+    similar = difflib.get_close_matches(str(key), names, 1)
+    return f"{key!r} (did you mean {similar[0]!r}?)" if similar else repr(key)
+
+
+def _stacklevel_of_user() -> int:
+    """Return the `stacklevel` for the caller with which a warning shows a line of the user's code."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    is_own = [not any(part in file for part in _NOT_OF_USER) for file in files]
+    return is_own.index(True) + 1 if any(is_own) else 2
 
 
 def _shown(value: Any) -> str:
@@ -100,6 +118,7 @@ class _RemembersInitArguments:
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
+    _was_entered = _was_reported = False  # here, for the `repr` of a pair whose `__init__` raised an error
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -198,7 +217,6 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         If a subclass overrides `__init__`, each pair of this subclass is equal only to itself, because the hooks of the
         pair may store state.
         """
-        self._was_entered = self._was_reported = False
         if type(self).__init__ is owner.__init__:
             self._key = key_of(type(self)), *values
         self._pair = Pair(steps, self._key, store_of(self._key), **options)
@@ -269,7 +287,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             block.leave()
         if kind is None:
             for message in self._warnings(is_idle):
-                warnings.warn(message, stacklevel=3 if block.is_function else 2)
+                warnings.warn(message, stacklevel=_stacklevel_of_user())
 
     def _warnings(self, is_idle: bool) -> list[str]:
         """Return warnings about a block that packed nothing, and about keys and predicates that selected no tensor.
@@ -295,7 +313,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
             )
         if pair.unmatched and pair.seen:
-            keys, pair.unmatched = ", ".join(sorted(map(repr, pair.unmatched))), set[Any]()
+            keys, pair.unmatched = ", ".join(sorted(_misspelled(x, pair.seen) for x in pair.unmatched)), set[Any]()
             found.append(
                 f"{type(self).__name__}: no tensor that code in the block keeps for backward has the name {keys}. "
                 f"The names of these tensors are {_listed(pair.seen)}. In eager mode, a loop or a jitted function is "

@@ -79,6 +79,9 @@ class Origin:
             return ()
         return (*frames_between(self.block, self.source), *scopes_between(self.block, self.source))
 
+    def __getattr__(self, attribute: str) -> Any:
+        raise AttributeError(f"info.{attribute} does not exist: info has name, layer, operation and inside.")
+
     @property
     def keys(self) -> tuple[str, ...]:
         """The names by which `by_name` finds the tensor, the most specific name first."""

@@ -13,6 +13,7 @@ along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/te
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -246,4 +247,5 @@ ROWS: Final = _rows()
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
-    return not isinstance(value, Equation) and not is_tracer(value) and np.ndim(value) == 0
+    is_other = is_tracer(value) or isinstance(value, (Equation, weakref.ref))
+    return not is_other and np.ndim(value) == 0

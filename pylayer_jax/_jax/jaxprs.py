@@ -37,14 +37,14 @@ for _part in Path(__file__).parents[1].iterdir():
 
 
 def stage(
-    function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str
+    function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str, arg_names: Sequence[str] = ()
 ) -> tuple[Any, list[Any], Any]:
     """Stage a flat function to a jaxpr. `function` returns a pair: a sequence of outputs, and any other Python object.
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
     `jax.make_jaxpr` takes five times as long as this function, which runs for every layer that JAX traces. Errors of
-    JAX call the function `name`.
+    JAX call the function `name`, and its arguments `arg_names`.
 
     Returns:
         The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
@@ -58,10 +58,11 @@ def stage(
         outputs, second = function(*args)
         return outputs
 
-    debug = DebugInfo("pylayer_jax", name, None, None)
+    debug = DebugInfo("pylayer_jax", name, tuple(arg_names) or None, None)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrap_init(outputs_of, debug_info=debug), list(types))
     if jaxpr.constvars:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
-        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
+        unnamed = debug._replace(arg_names=None)
+        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=unnamed)
     return jaxpr, list(consts), second
 
 
@@ -165,7 +166,7 @@ def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> l
     If `known` contains a result of an equation, later equations read the value in `known`.
     """
     values = dict(known)
-    for equation in _equations_to(jaxpr, known, wanted)[0]:
+    for equation in equations_to(jaxpr, known, wanted)[0]:
         for variable, value in zip(equation.outvars, _evaluate_equation(jaxpr, equation, values), strict=True):
             values.setdefault(variable, value)
     return _values_of(wanted, values)
@@ -205,10 +206,10 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
 
 def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
     """Return the set of all variables that `evaluate_part` reads or returns."""
-    return _equations_to(jaxpr, known, wanted)[1]
+    return equations_to(jaxpr, known, wanted)[1]
 
 
-def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
     """Return the equations that compute the variables `wanted` from the variables `known`.
 
     Also return the set of all variables that are in `wanted` or are operands of these equations.
@@ -241,7 +242,8 @@ def uses_own_refs(jaxpr: Any) -> bool:
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
     """Return the effects of a jaxpr, except effects on Refs that the jaxpr itself makes."""
-    return frozenset(jaxpr.effects) - _effects_of_own_refs()
+    effects = frozenset[Any](jaxpr.effects)
+    return effects and effects - _effects_of_own_refs()
 
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:

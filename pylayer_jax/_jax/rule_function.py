@@ -61,7 +61,7 @@ from .traces import (
     set_current_trace,
     stablehlo,
 )
-from .types import batched_type, has_tangent, tangent_type, typeof, with_varying_axes, zeros_of
+from .types import batched_type, has_tangent, tangent_type, typeof, types_of, with_varying_axes, zeros_of
 
 # -- lists with masks ----------------------------------------------------------------------------------
 
@@ -482,6 +482,8 @@ def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]
 
 def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
+    if isinstance(function, _Outputs):
+        return function.batch_at_once(axis, args, dims)
     types = [typeof(x) for x in args]
     batched, consts, out_dims = function.batch(axis, dims, types)
     if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
@@ -761,21 +763,35 @@ class _Outputs(RuleFunction):
     name = "outputs"
 
     def __init__(self, n_operands: int, types: tuple[Any, ...]) -> None:
-        self.n_operands, self.jaxpr = n_operands, _jaxpr_of_outputs(n_operands, types)
+        self.n_operands = n_operands
+        self.jaxpr, _, _ = stage(lambda *xs: (xs[n_operands:], None), types, self.name)
 
     def mask_of_kept_operands(self) -> list[bool]:
         return [i < self.n_operands for i in range(len(self.jaxpr.invars))]  # they decide whether outputs are batched
 
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        return args[self.n_operands :]
 
-@functools.lru_cache(maxsize=1024)
-def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
-    return stage(lambda *xs: (xs[n_operands:], None), types, _Outputs.name)[0]
+    def batch_at_once(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+        """Batch without a trace of this function: each layer of a program that is not differentiated has one."""
+        n, any_batched = self.n_operands, any([d is not None for d in dims])  # noqa: C419 - a list is faster
+        values, out_dims = list[Any](), list[Any]()
+        for x, d, v in zip(args[n:], dims[n:], self.jaxpr.outvars, strict=True):
+            is_batch = d is not None or (any_batched and has_tangent(v.aval))
+            values.append(batch_axis_to_front(axis, x, d) if is_batch and d != 0 else x)
+            out_dims.append(0 if is_batch else None)
+        return as_batched_as(args[:n], values), out_dims
+
+
+@functools.lru_cache(maxsize=1024)  # with equal parameters, JAX reuses the types of the results
+def _params_of_outputs(n_operands: int, types: tuple[Any, ...]) -> dict[str, Any]:
+    return rule_function_p.params_of(_Outputs(n_operands, types))
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
     """Return `outputs` unchanged. Under `jax.vmap`, batch `outputs` as a `RuleFunction` batches its outputs."""
     values = [*operands, *outputs]
-    return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
+    return rule_function_p.bind(*values, **_params_of_outputs(len(operands), tuple(types_of(values))))
 
 
 # -- parts of a function -------------------------------------------------------------------------------------

@@ -219,13 +219,16 @@ def is_unknown(value: Any) -> bool:
 
     For a value inside `jax.vmap`, look at the array of the whole batch.
     """
-    value = whole_batch(value)
+    if isinstance(value, BATCHED.tracer):
+        return is_unknown(value.val)
     return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
 
 def is_differentiated(value: Any) -> bool:
     """Return whether a value (or its whole batch) is a tracer of `jax.jvp`, `jax.vjp` or `jax.linearize`."""
-    return isinstance(whole_batch(value), (FORWARD.tracer, REVERSE.tracer))
+    if isinstance(value, BATCHED.tracer):
+        return is_differentiated(value.val)
+    return isinstance(value, (FORWARD.tracer, REVERSE.tracer))
 
 
 def is_in_forward_mode(value: Any) -> bool:
@@ -360,7 +363,10 @@ def is_active(tracer: Any) -> bool:
 
 def is_staging() -> bool:
     """Return whether any active trace, the current trace or an outer one, makes a jaxpr."""
-    return TraceState().is_staged
+    trace = current_trace()
+    while trace is not None and not isinstance(trace, STAGED.trace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def is_named(axis: Any) -> bool:

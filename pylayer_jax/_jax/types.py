@@ -15,6 +15,12 @@ from .traces import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtyp
 
 typeof = jax.typeof
 
+
+def types_of(values: Sequence[Any]) -> list[Any]:
+    """Return `[typeof(x) for x in values]`, at a third of the Python calls: a tracer has its type at hand."""
+    return [x.aval if isinstance(x, Tracer) else typeof(x) for x in values]
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # "V" is the kind of bfloat16, float8 and int4 in ml_dtypes
@@ -119,7 +125,7 @@ def as_array(value: Any, aval: Any) -> Any:
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     """Convert NumPy arrays among the tensors to JAX arrays. Return JAX arrays and Refs unchanged."""
-    return [x if is_array(x) or isinstance(x, jax.Ref) else _from_numpy(x) for x in tensors]
+    return [x if isinstance(x, (Tracer, jax.Array, jax.Ref)) else _from_numpy(x) for x in tensors]
 
 
 def _from_numpy(tensor: Any) -> jax.Array:

@@ -112,7 +112,7 @@ def check_layer(
             show(str(rows[-1]))
             if not rows[0].passed:
                 break
-    report = LayerReport(name_of(layer), tuple(rows), reference is not None)
+    report = LayerReport(name_of(layer), tuple(rows), reference is not None, list(map(type, args)) == [tuple])
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
@@ -174,6 +174,7 @@ class LayerReport:
     layer: str
     rows: tuple[Row, ...]
     has_reference: bool = False
+    has_only_a_tuple: bool = False  # whether the one argument is a tuple, as that of `gradcheck`
 
     @property
     def passed(self) -> bool:
@@ -202,6 +203,8 @@ class LayerReport:
         differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
         mismatched = [row for row in failed if isinstance(row.error, MismatchError)]
         hints: list[str] = []
+        if self.has_only_a_tuple and not self.rows[0].passed:
+            hints.append("check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.")
         if any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed):
             hints.append(
                 "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
@@ -218,7 +221,7 @@ class LayerReport:
         if differ:
             hints.append(
                 "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
-                "perhaps\nskip=['second order']. Does it compute in a narrower dtype? Then pass float64=False."
+                "perhaps\nskip=['second order']. Does it compute in a narrower dtype by NumPy? Then pass float64=False."
             )
         if any(" for other values (" in row.message for row in mismatched):
             hints.append(
@@ -295,11 +298,11 @@ def gradcheck(
     random values, its gradients at random values are compared too. Random values keep the properties of `args`. If all
     values in an array of `args` are positive, the random values of this array are positive too. If the values are
     sorted along the last axis, the random values are sorted too. If all values are in [-1, 1], the random values are in
-    [-1, 1] too, unless `fun` fails at all such random values. If `fun` returns finite results at `100 * args` and `0.01
+    [-1, 1] too, unless `fun` fails at all such random values. If `fun` returns finite outputs at `100 * args` and `0.01
     * args`, the gradients are compared at these arguments too. At such large or small values, `fun` may take other
-    branches, for example where it clips values. If `fun` needs special values such as symmetric matrices, check a
-    function that makes these values: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where
-    even a right gradient may differ from the central difference.
+    branches, for example where it clips values, and its gradients may overflow. If `fun` needs special values such as
+    symmetric matrices, check a function that makes these values: `lambda a: Layer.apply((a + a.T) / 2)`. Choose
+    arguments away from kinks, where even a right gradient may differ from the central difference.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
@@ -315,8 +318,8 @@ def gradcheck(
         limit: the largest number of entries of an array that are perturbed one by one. In a larger array, this number
             of random entries and one random direction are perturbed.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
-        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. Pass False if
-            `fun` rounds to a narrower dtype internally; the tolerances are then wider.
+        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. If `fun` casts
+            to a narrower dtype inside, they are computed in that dtype, with wider tolerances, as with False.
 
     Raises:
         AssertionError: if a gradient is wrong; otherwise `gradcheck` returns True, as in torch. The message names the

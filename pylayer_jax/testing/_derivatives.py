@@ -12,6 +12,7 @@ For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,6 @@ from ._subject import (
     exact,
     first_line,
     first_mismatch,
-    in_double_precision,
     largest,
     named_outputs,
     on_one_device,
@@ -47,8 +47,6 @@ from ._subject import (
 )
 
 __tracebackhide__ = True  # pytest hides the frames of this module
-
-_WIDE = 1e-15  # larger than the machine epsilon of float64
 
 
 def check_gradients(subject: Subject) -> Cases:
@@ -75,16 +73,16 @@ def _also_at_other_values(
 ) -> Cases:
     """Yield the cases of `compare_with` at the user's values, at random values, and at much larger and smaller values.
 
-    The check tries several sets of random values, and uses the first set that the function accepts. At these random
-    values, the results must be finite at the same entries as at the user's values. Second derivatives are not checked
-    at the larger and smaller values, since these checks would take long.
+    The check tries several sets of random values, and uses the first set that the function accepts: its outputs are
+    finite at the same entries as at the user's values. Second derivatives are not checked at the larger and smaller
+    values, since these checks would take long.
     """
     sentence = yield from compare_with(subject)
     is_first_order = subject.base is None
     accepted, refusal = {"": subject.root.function.values}, ""  # accepted: the values by description
     options = dataclasses.replace(subject.options, limit=1)
     for description, values in _random_values(subject.root.function.values, subject.random(0)):
-        cases, why_refused = _cases_at(subject, values, options, compare_with, with_gradients)
+        cases, why_refused = _cases_at(subject, values, options, compare_with)
         if cases:
             accepted[description] = values
             yield from _labelled(cases, description)
@@ -101,7 +99,7 @@ def _also_at_other_values(
         values = [scaled(factor, x) for x in subject.function.values]
         least_size = 1.0 if factor < 1 else 0.0
         far_options = dataclasses.replace(options, least_size=least_size, result_sizes=result_sizes)
-        cases, _ = _cases_at(subject, values, far_options, compare_with, with_gradients)
+        cases, _ = _cases_at(subject, values, far_options, compare_with)
         if cases:
             accepted[f"{factor:g} times"] = values
             yield from _labelled(cases, f"{factor:g} times the given ones")
@@ -113,21 +111,16 @@ def _also_at_other_values(
 
 
 def _cases_at(
-    subject: Subject,
-    values: Sequence[Any],
-    options: Options,
-    compare_with: Callable[[Subject], Cases],
-    with_gradients: bool,
+    subject: Subject, values: Sequence[Any], options: Options, compare_with: Callable[[Subject], Cases]
 ) -> tuple[list[Case], str]:
-    """Return the test cases at `values`, and "". If the function refuses these values, return [] and the reason.
-
-    The results of the function must be finite at each entry at which the results for the user's values are finite.
-    """
+    """Return the test cases at `values`, and "". If the function refuses these values, return [] and the reason."""
     try:
         other = subject.at(values, options)
-        masks, other_masks = (_finite_masks(each, with_gradients) for each in (subject, other))
+        # The outputs of the user's function alone decide. A gradient that is NaN where the outputs are finite is an
+        # error of the layer. See "log_softmax of exp" in tests/checkers/wrong_layers.py.
+        masks, other_masks = map(_finite_masks, (subject.root.outputs, other.root.outputs))
         if len(other_masks) != len(masks) or not all(map(np.array_equal, other_masks, masks)):
-            return [], "it has results that are not finite"
+            return [], "it has outputs that are not finite"
         return list(compare_with(other)), ""
     except Exception as error:  # a layer may raise an error for some values
         return [], f"{type(error).__name__}: {first_line(error)}"
@@ -138,8 +131,7 @@ def _labelled(cases: Sequence[Case], description: str) -> Iterator[Case]:
         yield dataclasses.replace(case, label=f"{case.label} for other values ({description})")
 
 
-def _finite_masks(subject: Subject, with_gradients: bool) -> list[np.ndarray]:
-    arrays = [*subject.root.outputs, *subject.outputs, *(subject.gradients if with_gradients else ())]
+def _finite_masks(arrays: Sequence[Any]) -> list[np.ndarray]:
     return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
 
 
@@ -415,43 +407,53 @@ def _is_same_static(a: Any, b: Any) -> bool:
 def _compare_with_differences(subject: Subject) -> Cases:
     n_entries = sum(min(x.size, subject.options.limit) for x in subject.gradients)
     sentence = f"match finite differences at {n_entries} entries"
-    in_float64 = _in_float64(subject) if subject.options.float64 else None
-    if in_float64 is None:
+    wider, inner_dtypes = _in_wider_dtype(subject) if subject.options.float64 else (None, ())
+    if inner_dtypes:
+        sentence += f" (not in float64, because the layer casts to {' and '.join(inner_dtypes)} inside)"
+    if wider is None:
         yield from _numerical_cases(subject)
         return sentence
-    wide, cases = in_float64
-    yield from cases
-    outputs = named_outputs(subject.outputs)
-    if first_mismatch([subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs))]):
+    yield from wider.cases
+    outputs, gradients = named_outputs(subject.outputs), subject.named_gradients
+    if first_mismatch([subject.case("", outputs, _cast(named_outputs(wider.subject.outputs), outputs))]):
         # The outputs in float64 differ by more than rounding errors, as for a function that draws random numbers.
         yield from _numerical_cases(subject)
         return sentence
-    dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
-    if not dtypes:
-        return sentence
-    label = f" in {', '.join(dtypes)}"
-    got, expected = subject.named_gradients, _cast(wide.named_gradients, subject.named_gradients)
-    yield subject.case(label, got, expected, "in float64")
+    label = f" in {', '.join(dict.fromkeys(str(x.dtype) for x in subject.function.values))}"
+    yield subject.case(label, gradients, _cast(wider.subject.named_gradients, gradients), f"in {wider.dtype}")
     return f"{sentence},{label} too"
 
 
-def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
-    """Return a copy of the function under test in double precision, and the test cases of this copy.
+class _Wider(NamedTuple):
+    """A copy of the function under test whose values have a wider dtype, and the test cases of this copy."""
 
-    The copy gets float64 or complex128 values.
+    subject: Subject
+    cases: list[Case]
+    dtype: str
 
-    Return None if the function returns a narrower dtype, or raises an error. If the function also raises this error in
-    the original dtypes, the caller gets the error there.
+
+def _in_wider_dtype(subject: Subject) -> tuple[_Wider | None, Sequence[str]]:
+    """Return a copy of the function in float64, or else in float32, and the dtypes to which it casts float64 inside.
+
+    The copy is None if the function casts to a narrower dtype, or raises an error. If it raises this error in the
+    original dtypes too, the caller gets the error there.
     """
-    cotangents = subject.cotangents  # computed outside of enable_x64
-    with jax.enable_x64(True):
-        try:
-            values = [in_double_precision(x) for x in subject.function.values]
-            weights = {k: in_double_precision(w) for k, w in cotangents.items()}
+    cotangents, own_epsilon = subject.cotangents, subject.epsilon  # computed outside of enable_x64
+    inner_dtypes: Sequence[str] = ()
+    for dtype, complex_dtype in (jnp.float64, jnp.complex128), (jnp.float32, jnp.complex64):
+        epsilon = float(jnp.finfo(dtype).eps)
+        if epsilon >= own_epsilon:
+            break
+        with jax.enable_x64(True), contextlib.suppress(Exception):
+            values, weights = jax.tree.map(
+                lambda x, real=dtype, other=complex_dtype: x.astype(other if jnp.iscomplexobj(x) else real),
+                (subject.function.values, cotangents),
+            )
             wide = Subject(subject.function.with_values(values), None, subject.options, subject.base, weights)
-            return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
-        except Exception:
-            return None
+            inner_dtypes = inner_dtypes or wide.function.inner_dtypes()
+            if wide.epsilon <= epsilon:
+                return _Wider(wide, list(_numerical_cases(wide)), jnp.dtype(dtype).name), inner_dtypes
+    return None, inner_dtypes
 
 
 def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
@@ -548,6 +550,13 @@ def directional_cases(
         tolerance = dataclasses.replace(subject.tolerance, rtol=relative, noise={name: noise})
         return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
 
+    def case_along(label: str, j: int, entries: np.ndarray, direction: np.ndarray, noise: float) -> Case:
+        slope = slope_along(j, direction / np.linalg.norm(direction))
+        terms = np.real(entries * slope.direction)[slope.direction != 0]
+        # When the terms are added up, the terms may cancel, but the errors of the terms do not cancel.
+        error_of_terms = relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * terms.size**0.5
+        return case(label, np.sum(terms), slope.value, slope.error + error_of_terms)
+
     for j, (name, gradient) in enumerate(subject.named_gradients.items()):
         entries = exact(gradient)
         noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.result_sizes.get(name, 0.0))
@@ -566,12 +575,31 @@ def directional_cases(
         yield case(name, got, expected, errors)
         if entries.size > limit:
             direction = exact(random_like(gradient, rng))
-            slope = slope_along(j, direction / np.linalg.norm(direction))
-            terms = np.real(entries * slope.direction)
-            # When the terms are added up, the terms may cancel, but the errors of the terms do not cancel.
-            error_of_terms = relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * entries.size**0.5
             label = f"{name} along a random direction over all {entries.size} entries"
-            yield case(label, np.sum(terms), slope.value, slope.error + error_of_terms)
+            whole = case_along(label, j, entries, direction, noise)
+            if first_mismatch([whole]):
+                index = _worst_entry(lambda part: case_along(label, j, entries, part, noise), direction)  # noqa: B023
+                unit = np.zeros_like(direction)
+                unit[index] = 1
+                yield case_along(f"{name} at index {tuple(map(int, index))}", j, entries, unit, noise)
+            yield whole
+
+
+def _worst_entry(case_along: Callable[[np.ndarray], Case], direction: np.ndarray) -> tuple[Any, ...]:
+    """Return the index of a wrong entry: halve the entries, each time keeping the half with the larger error."""
+    entries = np.arange(direction.size)
+    while entries.size > 1:
+        errors: list[float] = []
+        halves = np.array_split(entries, 2)
+        for half in halves:
+            part = np.zeros_like(direction)
+            part.flat[half] = direction.flat[half]
+            case = case_along(part)
+            ((got, expected),) = zip(case.got.values(), case.expected.values(), strict=True)
+            error = float(np.linalg.norm(part) * np.abs(got - expected))
+            errors.append(error if np.isfinite(error) else np.inf)
+        entries = halves[int(np.argmax(errors))]
+    return np.unravel_index(entries[0], direction.shape)
 
 
 # -- forward mode ---------------------------------------------------------------------------------

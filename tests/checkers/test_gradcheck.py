@@ -11,6 +11,7 @@ from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradg
 from pylayer_jax.testing._checkers import PROPERTIES
 from tests.checkers.wrong_layers import (
     COMPLEX,
+    RIGHT,
     WRONG,
     Conjugated,
     OnHost,
@@ -23,7 +24,7 @@ from tests.checkers.wrong_layers import (
     whole,
 )
 from tests.kit.case import X
-from tests.kit.layers import Multiply, Tanh
+from tests.kit.layers import Multiply, Tanh, layer
 from tests.layers import CASES
 
 CASE = {case.name: case for case in CASES}
@@ -67,11 +68,45 @@ def test_an_error_tells_both_values_the_place_and_the_tolerance():
         gradcheck(WrongSign, (X,))
 
 
-def test_one_wrong_entry_of_many_shows_along_a_random_direction():
+def test_one_wrong_entry_of_many_is_named():
     x = jnp.linspace(-1, 1, 3000).reshape(100, 30)
     assert gradcheck(jnp.sin, (x,), limit=20)
-    with pytest.raises(AssertionError, match="direction"):
+    with pytest.raises(AssertionError, match=r"args\[0\] at index \(1, 2\)"):
         gradcheck(WrongAtOneIndex, (x,), limit=20)
+    spread = layer(jnp.sin, lambda x, dy: dy * jnp.cos(x) * 1.0001, plain=True)  # no single entry is beyond its noise
+    with pytest.raises(AssertionError, match=r"args\[0\]"):
+        gradcheck(spread, (x,), limit=20, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("factor", "is_said"), [(-1.0, True), (1.5, True), (1.001, False)])
+def test_a_common_factor_is_said_of_several_entries_alone(factor, is_said):
+    for x in X, X[0, :1]:
+        scales = layer(jnp.sin, lambda x, dy: factor * dy * jnp.cos(x), plain=True)
+        with pytest.raises(AssertionError) as error:
+            gradcheck(scales, (x,))
+        assert ("times the right value" in str(error.value)) == (is_said and x.size > 1)
+
+
+def test_a_reference_that_is_not_finite_is_named():
+    swish, args = RIGHT["swish"]
+    naive = lambda x: x / (1 + jnp.exp(-x))  # noqa: E731
+    with pytest.raises(AssertionError, match=r"nan by the reference \(which is not finite"):
+        assert_equivalent(swish, naive, args)
+    assert gradgradcheck(swish, args, jax.nn.swish)
+
+
+def test_a_layer_that_computes_in_bfloat16_is_not_that_of_a_reference_in_float32():
+    matmul, args = RIGHT["matmul in bfloat16"]
+    assert gradcheck(matmul, args)
+    with pytest.raises(AssertionError, match="by the reference"):
+        assert_equivalent(matmul, jnp.matmul, args)
+
+
+def test_a_cast_inside_is_named_in_the_row():
+    report = check_layer(*RIGHT["RMSNorm in float32"][:1], X, skip=[row for row in PROPERTIES if row != "gradients"])
+    assert "float32 inside" in report["gradients"].message
+    report = check_layer(Tanh, X, skip=[row for row in PROPERTIES if row != "gradients"])
+    assert "inside" not in report["gradients"].message
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -299,6 +299,130 @@ def forgets_a_missing_tangent(ctx, t, u):
 ForgetsAMissingTangent = layer(without_zeros(jnp.multiply), Multiply.backward, jvp=forgets_a_missing_tangent)
 
 
+# -- overflow, narrow dtypes, directions ------------------------------------------------------------
+
+
+def rule(forward, backward, meant=None, **members):
+    """Return a layer that saves its arguments, and the function that it is meant to be."""
+    return layer(forward, backward, plain=True, **members), meant or forward
+
+
+def naive_log_softmax(x, dy):
+    e = jnp.exp(x)
+    return dy - e / e.sum(-1, keepdims=True) * dy.sum(-1, keepdims=True)
+
+
+def naive_logaddexp(a, b, dy):
+    x, y = jnp.exp(a), jnp.exp(b)
+    return dy * x / (x + y), dy * y / (x + y)
+
+
+def rms_norm(x):
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def rms_norm_gradient(x, dy, second=1.0):
+    wide, d = x.astype(jnp.float32), dy.astype(jnp.float32)
+    r = jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+    return (r * d - second * wide * r**3 * (wide * d).mean(-1, keepdims=True)).astype(x.dtype)
+
+
+def layer_norm(x):
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    return (centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
+
+
+def layer_norm_gradient(x, dy):
+    wide, d = x.astype(jnp.float32), dy.astype(jnp.float32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    r = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    y = centred * r
+    return (r * (d - d.mean(-1, keepdims=True) - y * (d * y).mean(-1, keepdims=True))).astype(x.dtype)
+
+
+def narrow_matmul(x, w):
+    return jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).astype(x.dtype)
+
+
+def narrow_matmul_gradient(x, w, dy, factor=1.0):
+    d = dy.astype(jnp.bfloat16)
+    return (d @ w.T.astype(jnp.bfloat16)).astype(x.dtype) * factor, (x.T.astype(jnp.bfloat16) @ d).astype(w.dtype)
+
+
+def narrow_softmax_gradient(y, dy):
+    wide, d = y.astype(jnp.float32), dy.astype(jnp.float32)
+    return (wide * (d - (d * wide).sum(-1, keepdims=True))).astype(y.dtype)
+
+
+def in_float32(function):
+    return lambda x, *rest: function(x.astype(jnp.float32), *rest).astype(x.dtype)
+
+
+def saving_output(function):
+    def forward(ctx, x):
+        y = function(x)
+        ctx.save_for_backward(y)
+        return y
+
+    return forward
+
+
+def wrong_at(index, factor):
+    return lambda x, dy: (dy * jnp.cos(x)).at[index].multiply(factor)
+
+
+def sigmoid_gradient(x, dy):
+    s = jax.nn.sigmoid(x)
+    return dy * s * (1 - s)
+
+
+MANY = jnp.linspace(-1, 1, 1000)
+HALVES = jnp.asarray(X, jnp.float16)
+
+# By name, the layer and the function that it is meant to be, and the arguments. Each gradient is wrong.
+LIMITS = {
+    # Its gradient overflows, though its output is finite.
+    "log_softmax of exp": (rule(jax.nn.log_softmax, naive_log_softmax), (jnp.array([0.5, -1.5, 1.2]),)),
+    "softplus of exp": (rule(jax.nn.softplus, lambda x, dy: dy * jnp.exp(x) / (1 + jnp.exp(x))), (X,)),
+    "sigmoid of exp": (rule(jax.nn.sigmoid, lambda x, dy: dy * jnp.exp(-x) / (1 + jnp.exp(-x)) ** 2), (X,)),
+    "logsumexp of exp": (
+        rule(
+            lambda x: jax.nn.logsumexp(x, -1, keepdims=True),
+            lambda x, dy: dy * jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+        ),
+        (X,),
+    ),
+    "tanh of exp": (
+        rule(jnp.tanh, lambda x, dy: dy * (1 - ((jnp.exp(2 * x) - 1) / (jnp.exp(2 * x) + 1)) ** 2)),
+        (X,),
+    ),
+    "logaddexp in float16": (rule(jnp.logaddexp, naive_logaddexp), (HALVES, HALVES[::-1])),
+    # Wrong in a dtype, or rounded.
+    "twice in bfloat16": (
+        rule(jnp.sin, lambda x, dy: dy * jnp.cos(x) * (2 if dy.dtype == jnp.bfloat16 else 1)),
+        (X.astype(jnp.bfloat16),),
+    ),
+    "rounds its gradient": (rule(jnp.sin, lambda x, dy: (dy * jnp.cos(x)).astype(jnp.bfloat16).astype(dy.dtype)), (X,)),
+    "slope as an integer": (rule(jnp.sin, lambda x, dy: dy * jnp.trunc(8 * jnp.cos(x)) / 8), (X,)),
+    "float32 inside, a term is missing": (rule(rms_norm, lambda x, dy: rms_norm_gradient(x, dy, 0.0)), (X,)),
+    "float32 inside, 1 % of a term": (rule(rms_norm, lambda x, dy: rms_norm_gradient(x, dy, 0.99)), (X,)),
+    "float32 inside of bfloat16": (
+        rule(rms_norm, lambda x, dy: rms_norm_gradient(x, dy, 0.5)),
+        (X.astype(jnp.bfloat16),),
+    ),
+    "bfloat16 inside": (rule(narrow_matmul, lambda x, w, dy: narrow_matmul_gradient(x, w, dy, 2.0)), (X, X.T)),
+    # Wrong along some directions alone.
+    "one entry of 1,000": (rule(jnp.sin, wrong_at(500, 0.9)), (MANY,)),
+    "the mean of the slopes": (rule(jnp.sin, lambda x, dy: dy * jnp.cos(x).mean()), (MANY,)),
+    "summed over the other axis": (
+        rule(lambda x: x * x.sum(1, keepdims=True), lambda x, dy: dy * x.sum(1, keepdims=True) + (dy * x).sum(0)),
+        (X[:2, :2],),
+    ),
+}
+
+
 # -- on several devices -----------------------------------------------------------------------------
 
 
@@ -394,6 +518,7 @@ WRONG = {
     # On several devices.
     "copies": Wrong(sharded(whole), (jnp.arange(8.0) / 8,), (), whole, order=0),
     "sum of devices": Wrong(sharded(sums_twice), (jnp.arange(8.0) / 8,), (), whole),
+    **{name: Wrong(made, args, ("gradients",), meant) for name, ((made, meant), args) in LIMITS.items()},
 }
 
 KEY = jax.random.key(0)
@@ -425,5 +550,29 @@ RIGHT = {
     "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
     "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
     "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
+    "RMSNorm in float32": (rule(rms_norm, rms_norm_gradient)[0], (X,)),
+    "RMSNorm in float32, of bfloat16": (rule(rms_norm, rms_norm_gradient)[0], (X.astype(jnp.bfloat16),)),
+    "LayerNorm in float32": (rule(layer_norm, layer_norm_gradient)[0], (X,)),
+    "LayerNorm in float32, of float16": (rule(layer_norm, layer_norm_gradient)[0], (HALVES,)),
+    "a function of a norm in float32": (lambda x: jnp.sin(rule(rms_norm, rms_norm_gradient)[0].apply(x)), (X,)),
+    "softmax in float32": (
+        layer(saving_output(in_float32(jax.nn.softmax)), lambda ctx, dy: narrow_softmax_gradient(saved(ctx), dy)),
+        (X,),
+    ),
+    "cross entropy in float32": (
+        rule(
+            lambda x: -jax.nn.log_softmax(x.astype(jnp.float32))[..., 0].astype(x.dtype),
+            lambda x, dy: dy[..., None] * (jax.nn.softmax(x.astype(jnp.float32)).at[..., 0].add(-1)).astype(x.dtype),
+        )[0],
+        (X,),
+    ),
+    "matmul in bfloat16": (rule(narrow_matmul, narrow_matmul_gradient)[0], (X, X.T)),
+    "swish": (rule(jax.nn.swish, lambda x, dy: sigmoid_gradient(x, x * dy) + dy * jax.nn.sigmoid(x))[0], (X,)),
+    "log_softmax": (
+        rule(jax.nn.log_softmax, lambda x, dy: dy - jax.nn.softmax(x) * dy.sum(-1, keepdims=True))[0],
+        (X,),
+    ),
+    "sigmoid": (rule(jax.nn.sigmoid, sigmoid_gradient)[0], (X,)),
+    "1,000 entries": (rule(jnp.sin, wrong_at(500, 1.0))[0], (MANY,)),
     "devices": (sharded(lambda x: jax.lax.psum(whole(x), "i")), (jnp.arange(8.0) / 8,)),
 }

@@ -6,6 +6,7 @@ import operator
 import re
 import warnings
 import weakref
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +267,38 @@ def test_a_type_error_of_backward_stays_as_it_is(run):
     assert run(loss(layer(backward=doubled(lambda ctx, a, b: a + b))))(X).tolist() == [2, 2, 2]
 
 
+def test_the_error_about_a_cotangent_too_few_tells_which_output_has_none():
+    made = layer(lambda ctx, x: (None, x * 2), lambda ctx, a, b: b)
+    with pytest.raises(TypeError, match=r"Made\.backward.*output 0 holds no array.*1 cotangent"):
+        jax.grad(lambda x: made.apply(x)[1].sum())(X)
+
+
+class Weights(NamedTuple):
+    a: jax.Array
+    b: jax.Array
+
+
+@gradients
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("kind", "shown"), [(Weights, r"\(Weights\(\.\.\.\),\)"), (lambda *xs: xs, r"\(\(\.\.\.\),\)")]
+)
+def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, base, kind, shown):
+    made = layer(lambda ctx, p: p[0] * p[1], lambda ctx, dy: kind(dy, 2 * dy), base)
+    with pytest.raises(ValueError, match=r"Made\.backward") as caught:
+        run(lambda x: made.apply(kind(x, x)).sum())(X)
+    assert re.search(f"wrap it: return {shown}", text_of(caught.value))
+    right = layer(base=made, backward=lambda ctx, dy: (kind(dy, 2 * dy),))
+    assert run(lambda x: right.apply(kind(x, x)).sum())(X).tolist() == [3, 3, 3]
+
+
+def test_the_gradient_of_a_named_tuple_that_is_not_wrapped_beside_another_argument():
+    made = layer(lambda ctx, p, x: p.a * p.b * x, lambda ctx, dy: Weights(dy, dy))
+    with pytest.raises(ValueError, match=r"Made\.backward") as caught:
+        jax.grad(lambda x: made.apply(Weights(x, x), x).sum())(X)
+    assert "Weights(...)" in text_of(caught.value)
+
+
 # -- calls of the class ---------------------------------------------------------------------------
 
 
@@ -300,9 +333,9 @@ HABITS = {
     "data": (lambda x: x.data, "jax.lax.stop_gradient("),
     "numpy": (lambda x: x.numpy(), "np.asarray("),
     "exp": (lambda x: x.exp(), "jnp.exp"),
-    "matmul": (lambda x: x.matmul(x), "x @ y"),
+    "matmul": (lambda x: x.matmul(x), "x @ w"),
     "clamp": (lambda x: x.clamp(0, 1), "jnp.clip("),
-    "scatter_add": (lambda x: x.scatter_add(0, x, x), "x.at[index].add("),
+    "scatter_add": (lambda x: x.scatter_add(1, x, x), ", index].add("),
     "requires_grad": (lambda x: x.requires_grad, "ctx.needs_input_grad"),
     "stop_gradient": (lambda x: x.stop_gradient, "ctx.needs_input_grad"),
     "add_": (lambda x: x.add_(1), "in place"),
@@ -379,6 +412,47 @@ def test_the_error_of_a_differentiated_callback_in_backward_says_what_to_do(mode
     text = text_of(raised.value)
     assert "apply that layer in backward" in text
     assert "@once_differentiable" in text
+
+
+@pytest.mark.parametrize("run", ["jit", "jit-grad"])
+def test_a_traced_flag_is_named_and_told_how_to_be_a_python_value(run):
+    flagged = layer(lambda ctx, x, train: x * 2 if train else x, lambda ctx, dy: dy, name="Flagged")
+    sized = layer(lambda ctx, x, n: jnp.zeros(n["rows"]) + x[0], lambda ctx, dy: dy, name="Sized")
+    for made, value, name in ((flagged, True, "train"), (sized, {"rows": 3}, "n['rows']")):
+        with pytest.raises(TypeError) as caught:
+            jax.jit(lambda x, value, made=made: RUNS[run](lambda x: made.apply(x, value).sum())(x))(X, value)
+        text = text_of(caught.value)
+        assert f"argument {name}" in text
+        assert "static_argnums" in text
+        assert f"{made.__name__}.apply(x, True)" in text
+
+
+Centred = layer(lambda ctx, x: x - jax.lax.pmean(x, "i"), lambda ctx, dy: dy - jax.lax.pmean(dy, "i"), name="Centred")
+
+
+@EAGER_AND_JIT
+def test_a_collective_in_backward_of_a_named_vmap_is_told_of_forward_mode(mode):
+    def total(made):
+        return lambda x: (jax.vmap(made.apply, axis_name="i")(x) ** 3).sum()
+
+    x = jnp.arange(12.0).reshape(4, 3)
+    with pytest.raises(NameError) as caught:
+        mode(jax.grad(total(Centred)))(x)
+    assert "forward_mode = True on Centred" in text_of(caught.value)
+    got = mode(jax.grad(total(layer(base=Centred, forward_mode=True))))(x)
+    assert np.allclose(got, jax.grad(lambda x: ((x - x.mean(0)) ** 3).sum())(x))
+
+
+@pytest.mark.parametrize("solver", [jax.scipy.sparse.linalg.gmres, jax.scipy.sparse.linalg.bicgstab])
+def test_a_solver_in_backward_has_second_derivatives_in_reverse_mode_and_its_error_says_so(solver):
+    matrix = 2 * jnp.eye(3) + 0.1
+    solve = layer(lambda ctx, b: jnp.linalg.solve(matrix, b), lambda ctx, dy: solver(lambda v: matrix.T @ v, dy)[0])
+    total = lambda b: (solve.apply(b) ** 2).sum()  # noqa: E731
+    with pytest.raises(TypeError, match=r"Made\.backward.*jax\.jacrev\(jax\.grad\(f\)\)") as caught:
+        jax.hessian(total)(X)
+    assert "issue" not in text_of(caught.value)
+    expected = jax.hessian(lambda b: (jnp.linalg.solve(matrix, b) ** 2).sum())(X)
+    assert np.allclose(jax.jacrev(jax.grad(total))(X), expected, rtol=1e-3)
 
 
 def test_the_error_of_a_staged_layer_in_forward_mode_names_forward_mode():

@@ -1,6 +1,7 @@
 """Layers in a batch: their own `vmap`, what info and dims it gets, and the name of a mapped axis."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tests.kit.layers import ForwardTanh, Tanh, layer, text_of
 from tests.kit.modes import EAGER_AND_JIT, SECOND
 from tests.kit.modes import X as RANKED
 from tests.kit.transforms import assert_same
+from tests.tools.benchmarks.timing import python_calls
 
 X = jnp.array([0.3, -0.2, 1.2, 0.5])
 MANY = jnp.stack([X, X[::-1] * 0.5, X * X])
@@ -534,3 +536,52 @@ def test_the_sum_of_a_number_that_all_examples_share(mode, value):
         assert f(jnp.arange(4.0), value).tolist() == expected
     with pytest.raises(ValueError, match="at least one tensor"):
         jax.vmap(layer(lambda ctx, x: 2.0).apply)(X)
+
+
+def test_an_intermediate_that_jax_cannot_batch_is_told_to_be_an_output():
+    def host_order(x):
+        return jax.pure_callback(lambda v: np.argsort(v).astype(np.int32), jax.ShapeDtypeStruct(x.shape, jnp.int32), x)
+
+    def forward(ctx, x):
+        order = host_order(x)
+        ctx.save_for_backward(order)
+        return x[order]
+
+    def backward(ctx, dy):
+        return dy[jnp.argsort(ctx.saved_tensors[0])]
+
+    sorts = layer(forward, backward, name="Sorts", vmap=lambda info, in_dims, x: (jnp.sort(x), in_dims[0]))
+    for mode in jax.jit(jax.vmap(sorts.apply)), jax.vmap(jax.grad(lambda x: sorts.apply(x)[0])):
+        with pytest.raises(NotImplementedError, match="pure_callback") as caught:
+            mode(MANY)
+        assert re.search(r"Sorts\.forward.*one more output", text_of(caught.value))
+
+
+WITHOUT_GRADIENT = {
+    "one": lambda f: f,
+    "vmap": jax.vmap,
+    "vmap of another axis": lambda f: jax.vmap(f, 1),
+    "vmap of vmap": lambda f: jax.vmap(jax.vmap(f, 1), 2),
+    "vmap of jit": lambda f: jax.vmap(jax.jit(f), 1),
+    "vmap of jit of vmap": lambda f: jax.vmap(jax.jit(jax.vmap(f, 1)), 2),
+}
+
+
+@pytest.mark.parametrize("way", WITHOUT_GRADIENT)
+def test_a_program_that_is_not_differentiated_is_traced_about_as_fast_as_by_hand(way):
+    """Count the calls, JAX's included, and compare values and a later gradient, for a square shape."""
+    by_hand = jax.custom_vjp(jnp.tanh)
+    by_hand.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (dy * (1 - y**2),))
+    x = jnp.linspace(-1.0, 1.0, 4**5).reshape((4,) * 5)
+
+    def chain(f, between=lambda x: x.T):
+        return WITHOUT_GRADIENT[way](lambda x: functools.reduce(lambda x, _: between(f(x)), range(10), x))
+
+    def calls_of(f):
+        return python_calls(lambda: jax.jit(chain(f, lambda y: y)).trace(x))
+
+    if "of jit" not in way:  # an inner jit is traced once, and its cache answers then
+        assert calls_of(Tanh.apply) <= 1.45 * calls_of(by_hand)
+    gradients = [jax.grad(lambda x, f=f: jnp.sum(jax.jit(chain(f))(x) ** 2))(x) for f in (Tanh.apply, jnp.tanh)]
+    assert_same(jax.jit(chain(Tanh.apply))(x), chain(jnp.tanh)(x))
+    assert_same(*gradients)

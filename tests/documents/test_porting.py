@@ -48,7 +48,7 @@ def test_the_table_of_fleet_has_real_names(paddle):
 
 @pytest.mark.frameworks
 def test_each_row_of_operations_gives_the_same(paddle):
-    table = section("## Operations, name by name")
+    (table,) = re.findall(r"^\| Paddle \| here \|\n.*?\n\n", section("## Operations, name by name"), re.M | re.S)
     rows = re.findall(r"^\| `(.*?)` \| `(.*?)`.* \|$", table, re.MULTILINE)
     assert len(rows) == table.count("\n| `")
     values = {"x": np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32), "i": np.array([1, 0])}
@@ -59,3 +59,19 @@ def test_each_row_of_operations_gives_the_same(paddle):
             other = np.asarray(other)
             assert (one.shape if hasattr(one, "shape") else ()) == other.shape, theirs
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=theirs)
+
+
+@pytest.mark.frameworks
+def test_each_silent_difference_to_torch_is_one_and_has_a_way_to_write_it(framework):
+    torch = framework("torch")
+    (table,) = re.findall(r"^\| torch \|.*?\n\n", section("## Operations, name by name"), re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(.*?)` \| `(.*?)` \| `(.*?)`.* \|$", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| `") > 5
+    x = np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32)
+    for theirs, same_text, right in rows:
+        expected = np.asarray(eval(theirs, {"torch": torch, "x": torch.tensor(x)}))
+        silent, got = (
+            np.asarray(eval(text, {"jax": jax, "jnp": jnp, "x": jnp.asarray(x)})) for text in (same_text, right)
+        )
+        assert silent.shape != expected.shape or not np.allclose(silent, expected, rtol=1e-5), theirs
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=theirs)

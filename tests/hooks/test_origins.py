@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from pylayer_jax import saved_tensors_report
+from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.modes import EAGER_AND_JIT
@@ -178,6 +178,23 @@ def test_a_predicate_that_is_never_true_warns_once(mode):
         twice(lambda: mode(jax.grad(pair(loss_of())))(PARAMETERS, X))
     assert len(caught) == 1
     assert "Tanh" in str(caught[0].message)
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("decorate", [True, False])
+def test_a_warning_shows_the_line_of_the_user_and_the_name_that_was_meant(decorate, mode):
+    pair = by_name({"Tahn": save_on_cpu(), ...: None})
+    f = pair(loss_of()) if decorate else in_block(pair, loss_of())
+    with pytest.warns(UserWarning, match="'Tahn'.*mean 'Tanh'") as caught:
+        mode(jax.grad(f))(PARAMETERS, X)
+    (warning,) = caught
+    assert "tests" in warning.filename
+
+
+def test_an_unknown_attribute_of_an_origin_lists_those_that_it_has():
+    pair = saved_tensors_hooks(lambda x: x, lambda x: x, only=lambda x, info: info.op == "sin")
+    with pytest.raises(AttributeError, match=r"info\.op .*name, layer, operation.*inside"):
+        jax.grad(pair(lambda x: jnp.sum(jnp.sin(x))))(X)
 
 
 def test_a_block_at_top_level_that_packs_nothing_warns_once():

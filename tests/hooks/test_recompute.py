@@ -242,6 +242,18 @@ def test_chains_take_the_stricter_part():
     assert kept["8 bits"] == kept["chain"] < kept["none"]
 
 
+def test_a_mean_that_the_rest_is_computed_from_is_not_rounded():
+    f = lambda w, x: jnp.sum(jnp.square(jnp.square((h := x @ w) * h.mean()) @ V))  # noqa: E731
+    found, plain = (error(gradient(cast_saved(recompute=flag)(f)), gradient(f), W, X + 1.0) for flag in (True, False))
+    assert found <= max(2 * plain, 2e-3)
+
+
+def test_weakly_typed_arrays_in_eager_mode():
+    x = jnp.ones_like(jnp.full((4,), 2.0))
+    for pair in (recompute_saved(), cast_saved(), quantize_saved()):
+        np.testing.assert_array_equal(jax.grad(pair(jnp.sum))(x), np.ones(4))
+
+
 # -- bounds --------------------------------------------------------------------------------------------
 
 

@@ -84,3 +84,17 @@ def test_a_pair_tells_how_many_tensors_backward_computes_again():
     hooks = recompute_saved()
     jax.grad(hooks(lambda x: jnp.sin(x).sum()))(jnp.ones(3))
     assert "1 computed again" in repr(hooks)
+
+
+class Fails(saved_tensors_hooks):
+    made = None
+
+    def __init__(self):
+        Fails.made = self
+        raise ValueError("of the user")
+
+
+def test_the_repr_of_a_pair_whose_constructor_raised_has_the_class():
+    with pytest.raises(ValueError, match="of the user"):
+        Fails()
+    assert repr(Fails.made) == "Fails()"

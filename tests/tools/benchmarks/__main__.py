@@ -69,11 +69,35 @@ def traced(depth: int, lower: bool = False, per_layer: bool = False, once: bool 
     return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, True, counts_calls=not per_layer)
 
 
+def undifferentiated(maps: int, lower: bool = False) -> Row:
+    """A program of 50 layers without a gradient, in a number of nested `jax.vmap`s."""
+
+    def prepare(contestant: Contestant, effort: Effort) -> Call | None:
+        if not contestant.traced:
+            return None
+        x = contestant.array(8)
+        for _ in range(maps):
+            x = jax.numpy.stack([x, x])
+
+        def trace() -> Any:
+            f = chain(contestant.layer, 50 // effort.shrink)
+            for _ in range(maps):
+                f = jax.vmap(f)
+            staged = jax.jit(f).trace(x)
+            return staged.lower() if lower else staged
+
+        return trace
+
+    name = f"trace{' + lower' if lower else ''}, 50 layers without a gradient, in {maps} vmaps"
+    return Row(name, "ms", prepare, heavy=True, counts_calls=True)
+
+
 ROWS = [
     *(step(width, compiled) for compiled in (True, False) for width in (8, 512)),
     traced(50),
     traced(50, lower=True),
     traced(50, once=True),
+    *(undifferentiated(maps, lower) for maps in (0, 1, 2) for lower in (False, True)),
     eager("forward"),
     eager("gradient"),
     eager("second"),

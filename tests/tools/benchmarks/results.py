@@ -38,6 +38,10 @@ GOALS = [
     Goal(ONE_LAYER, "trace + lower, 50 layers", PYLAYER, 1.45),
     Goal(ONE_LAYER, "trace, 50 layers: Python calls", PYLAYER, 1.4),
     Goal(ONE_LAYER, "trace, 50 once-differentiable layers: Python calls", PYLAYER, 1.5),
+    *(
+        Goal(ONE_LAYER, f"trace, 50 layers without a gradient, in {maps} vmaps: Python calls", PYLAYER, bound)
+        for maps, bound in enumerate((1.45, 1.45, 1.45))
+    ),
     Goal(ONE_LAYER, "trace, 50 layers", "jit(PyLayer)", 0.75),
     Goal(ONE_LAYER, "trace, 50 once-differentiable layers", PYLAYER, 1.6),
     Goal(ONE_LAYER, "eager forward, 8x8", PYLAYER, 0.2),
