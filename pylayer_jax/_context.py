@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._hooks.host import HeldObjects
 from ._jax.traces import STAGED, current_trace, has_named_axis, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, typeof, zeros_of
 from ._messages import closed_over, describe, innermost, tensors_in
@@ -418,7 +419,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
         result = with_arrays_for_numbers(result)
     tensors, arrays, skeleton = Outputs.split(state.layer, result)
     if state.must_return:
-        _check_returned(state, tensors)
+        check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
     residuals = _Residuals(state, _numpy_outputs(state, tensors, arrays))
     saved = None if state.saved is None else residuals.add(state.saved, "ctx.save_for_backward", is_saved=True)
@@ -478,7 +479,7 @@ class _Residuals:
         return ResidualTree(skeleton, [self._index_of[is_saved, id(x)] for x in tensors])
 
 
-def _check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
+def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
     """Raise an error if `forward` did not return a value that it has to return.
 
     Some methods of `ctx` require that `forward` also returns the value that it passes to the method.
@@ -519,7 +520,7 @@ def _ended_error(call: str, layer: str) -> ValueError:
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type, slice, range, enum.Enum, np.dtype, np.generic, np.ufunc,
-    types.ModuleType, types.BuiltinFunctionType,
+    types.ModuleType, types.BuiltinFunctionType, HeldObjects,
 )  # fmt: skip
 
 
