@@ -171,7 +171,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        step = Step(pack, _restored, differentiable=True)
+        step = Step(pack, _restored, differentiable=True, rounds=True)
         super().__init__(cast_saved, (narrow,), step, ErrorModel.RELATIVE, arguments, only)
 
 
@@ -244,7 +244,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return _Quantized(codes, low, high, bits, length, x.dtype, sharding)
 
         settings = bits, block_size, rounds_stochastically
-        super().__init__(quantize_saved, settings, Step(pack, _restored), ErrorModel.ABSOLUTE, arguments, only)
+        super().__init__(quantize_saved, settings, Step(pack, _restored, rounds=True), ErrorModel.ABSOLUTE, arguments, only)
 
 
 # -- blocks of values ------------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ class Step(NamedTuple):
     only: Callable[[Any, Origin], Any] | None = None  # the step does not pack an array for which `only` is False
     floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
     is_last: bool = False  # whether no step can follow. A step with `host` is always last
+    rounds: bool = False  # whether `unpack(pack(x))` is known to differ from x
     name: str = ""  # the name of a step of a chain, for messages
 
 
@@ -175,6 +176,9 @@ class Pair:
         if self.by_name is None:
             return self.steps
         return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
+
+    def rounds(self, origin: Origin) -> bool:
+        return any(step.rounds for step in self.steps_for(origin))
 
     def note(self, origin: Origin) -> None:
         """Record the names of a tensor that code in the block of hooks keeps for backward.
