@@ -29,7 +29,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._context import ContextState, ResidualTree, backward_context, check_returned, copy_container
+from ._context import (
+    ContextState,
+    ResidualTree,
+    backward_context,
+    check_returned,
+    copy_container,
+    is_none,
+    positions_of_kept,
+)  # fmt: skip
 from ._gradients import coerce, match_gradients
 from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
 from ._jax.rule_function import forbid_derivative, merge, scatter, select
@@ -65,10 +73,15 @@ class _Run(NamedTuple):
     arrays: list[Any]
     marked: list[bool]  # whether each array is marked non-differentiable
     materialize: bool
-    context: Any  # what `forward` kept; a `ResidualTree` with host = "forward"
+    context: Any  # what `forward` kept; with host = "forward", a `ResidualTree`
+
+    def structure(self) -> list[Any]:
+        """Return all that has to be the same in every run, except types."""
+        kept = self.context
+        own = [kept.indices, *kept.skeleton.parts()] if isinstance(kept, ResidualTree) else []
+        return [*self.skeleton.parts(), self.materialize, *own]
 
     def example(self) -> _Run:
-        """Return the part of this run that is the same in all runs."""
         types = [ShapedArray(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in self.arrays]
         return self._replace(arrays=types, context=self.context if isinstance(self.context, ResidualTree) else None)
 
@@ -79,38 +92,31 @@ class _Run(NamedTuple):
             ValueError: if the other run differs in more than the contents of its arrays.
         """
         rows = [*zip(self.arrays, run.arrays, self.marked, run.marked, strict=False)]
-        fits = all(
-            y.shape == (*batch, *t.shape)
-            and (y.dtype == t.dtype or np.can_cast(y.dtype, t.dtype, "same_kind"))
-            and (is_marked == expected or not has_tangent(t))
-            for t, y, expected, is_marked in rows
-        )
-        if not (fits and _are_equal(self.skeleton, run.skeleton) and self.materialize == run.materialize):
+        try:
+            fits = self.structure() == run.structure() and all(
+                y.shape == (*batch, *t.shape)
+                and (y.dtype == t.dtype or np.can_cast(y.dtype, t.dtype, "same_kind"))
+                and (is_marked == expected or not has_tangent(t))
+                for t, y, expected, is_marked in rows
+            )
+        except Exception:  # a static among the outputs cannot be compared
+            fits = False
+        if not fits:
             raise ValueError(
                 f"this run returned {run.shown()}; expected {self.shown(batch)}, as on example arrays or in "
-                "result_types. Only the contents of arrays may depend on values."
+                "result_types. Only the contents of arrays may depend on values, not statics, marks and flags, nor "
+                "which inputs and outputs ctx keeps."
             )
-        ours, other = self.context, run.context
-        if ours and not (ours.indices == other.indices and _are_equal(ours.skeleton, other.skeleton)):
-            raise ValueError("ctx keeps other inputs, outputs or static arguments than in the run on example arrays.")
         return [np.asarray(y, t.dtype) for t, y, *_ in rows]
 
     def shown(self, batch: tuple[int, ...] = ()) -> str:
         rows = zip(self.skeleton.tensor_paths(), self.arrays, self.marked, strict=True)
         types = {path: f"{x.dtype}{[*batch, *x.shape]}{' (marked)' * is_marked}" for path, x, is_marked in rows}
-        outputs = [f"output{path}: {types.get(path) or describe(x)}" for path, x in self.skeleton.paths()]
-        return ", ".join(outputs) + ("" if self.materialize else ", with set_materialize_grads(False)")
+        return ", ".join(f"output{path}: {types.get(path) or describe(x)}" for path, x in self.skeleton.paths())
 
 
 def _is_output(x: Any) -> bool:
     return is_tensor(x) or type(x) in (bool, int, float, complex)
-
-
-def _are_equal(a: Skeleton, b: Skeleton) -> bool:
-    try:
-        return bool(a.parts() == b.parts())
-    except Exception:  # objects that cannot be compared
-        return False
 
 
 @contextlib.contextmanager
@@ -140,11 +146,11 @@ class _Place(HeldObjects):
         outputs, skeleton = split(result, _is_output)
         check_returned(state, outputs)
         marked = [contains(state.marked, x) for x in outputs]
-        kept: Any = state.saved, dict(vars(ctx))
         if call.layer.host is True:
-            kept = split(kept, lambda x: isinstance(x, np.ndarray))
+            kept = split((state.saved, dict(vars(ctx))), lambda x: isinstance(x, np.ndarray))
         else:
-            kept = _without_arrays(call, state, kept, inputs, outputs)
+            arguments = call.arguments.call("forward", lambda _, *args, **kwargs: (args, kwargs), None, own)
+            kept = positions_of_kept(state, vars(ctx), arguments, inputs, outputs)
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
@@ -171,41 +177,6 @@ class _Place(HeldObjects):
         with _refusing_tracers(call, "backward"):
             result = call.layer.backward(ctx, *cotangents)
         return match_gradients(result, call.arguments, needs, call.layer, numbers.shape)
-
-
-def _without_arrays(
-    call: LayerCall, state: ContextState, kept: tuple[Any, dict[str, Any]], originals: Sequence[Any], outputs: list[Any]
-) -> ResidualTree:
-    """Return what a `forward` with host = "forward" kept, with positions in [*inputs, *outputs] in place of tensors.
-
-    Raises:
-        ValueError: if it kept anything else, except static arguments.
-    """
-    arguments = call.arguments.call("forward", lambda _, *args, **kwargs: (args, kwargs), None, state.inputs)
-    statics = [x for x in jax.tree.leaves(arguments, is_leaf=_is_none) if not is_tensor(x)]
-    copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
-    known = [*zip(state.inputs, originals, strict=True), *zip(outputs, outputs, strict=True)]
-
-    def positions(x: Any) -> list[int]:
-        same = [i for i, (y, _) in enumerate(known) if y is copied_from.get(id(x), x) and not contains(statics, x)]
-        # An array that was changed in place after ctx copied it, or an input that was changed before, is another array.
-        same = [i for i in same if np.asarray(x).tobytes() == np.asarray(known[i][1]).tobytes()]
-        return same[:1] if same and same[0] < len(originals) else same[-1:]
-
-    for name, value in {"save_for_backward": kept[0] or (), **kept[1]}.items():
-        for x in jax.tree.leaves(value, is_leaf=_is_none):
-            if not positions(x) and not contains(statics, x):
-                raise ValueError(
-                    f"{call.name}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs as they came, outputs "
-                    f"and static arguments, but this is {describe(x)}. Return it as another output, mark this output "
-                    "by ctx.mark_non_differentiable, and keep the output."
-                )
-    tensors, skeleton = split(kept, lambda x: bool(positions(x)))
-    return ResidualTree(skeleton, [positions(x)[0] for x in tensors])
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 # -- examples --------------------------------------------------------------------------------------------------
@@ -344,38 +315,37 @@ def _name_for_policies(call: LayerCall) -> str | None:
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
     """Run `backward` on NumPy arrays. Return one gradient per tensor of the call, None for zero."""
-    place, number, inputs = ctx.place, ctx.number, ctx.saved_tensor()
-    needed, (given, skeleton) = call.arguments.can_get_gradient(needs), split(cotangents)
-    tensors, n = [*inputs, *given], len(inputs)
-
-    def run(device: np.ndarray, numbers: np.ndarray, arrays: Sequence[Any]) -> list[Any]:
-        own = skeleton.fill([np.array(x) for x in arrays[n:]])
-        return place.gradients(needed, device, numbers, arrays[:n], own)
-
-    if not any(map(is_tracer, [number, *tensors])):
-        return [None if g is None else as_arrays([g])[0] for g in run(np.array(0), np.array(number), tensors)]
+    place, inputs, needed = ctx.place, ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
+    given, skeleton = split(cotangents)
+    number = np.uint32(ctx.number) if isinstance(ctx.number, int) else ctx.number
+    n, operands = len(inputs), [number, *inputs, *given]
     types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
 
-    def on_host(device: np.ndarray, numbers: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def run(device: np.ndarray, numbers: np.ndarray, *arrays: Any) -> list[np.ndarray]:
         gradients = [np.zeros((*numbers.shape, *t.shape), t.dtype) for t in types]
-        taken = np.flatnonzero(numbers)
+        is_taken, taken = numbers != 0, np.flatnonzero(numbers)
         if not taken.size:
             return gradients
-        # The number 0 comes from a branch of a batched `cond` that an example did not take. Its inputs are zeros, which
-        # `forward` may refuse. So an example that took the branch stands in for it. tests: test_branches_of_a_batch
-        rows = np.where(numbers, np.arange(numbers.size).reshape(numbers.shape), taken[0])
-        arrays = tuple(x.reshape(numbers.size, *x.shape[numbers.ndim :])[rows] for x in arrays)
-        for zeros, g in zip(gradients, select(run(device, numbers, arrays), needed), strict=True):
+        if not is_taken.all():
+            # The number 0 comes from a branch of a batched `cond` that an example did not take. Its inputs are zeros,
+            # which `forward` may refuse. An example that took the branch stands in. tests: test_branches_of_a_batch
+            rows = np.where(is_taken, np.arange(numbers.size).reshape(numbers.shape), taken[0])
+            arrays = tuple(x.reshape(numbers.size, *x.shape[numbers.ndim :])[rows] for x in arrays)
+        own = skeleton.fill([np.array(x) for x in arrays[n:]])
+        found = place.gradients(needed, device, numbers, arrays[:n], own)
+        for zeros, g in zip(gradients, select(found, needed), strict=True):
             if g is not None:
-                zeros[numbers != 0] = g[numbers != 0]
+                np.copyto(zeros.T, g.T, where=is_taken.T)  # transposed, since NumPy broadcasts trailing axes
         return gradients
 
-    with contextlib.suppress(ValueError):  # a function in C has no signature
-        inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
-    perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
-    fixed = forbid_derivative(select(tensors, perturbed), lambda: second_derivative_error(call.layer))
-    operands = [np.asarray(number, np.uint32) if isinstance(number, int) else number]
-    values, _ = _bind(call, "backward", on_host, types, operands + merge(perturbed, fixed, tensors))
+    if any(map(is_tracer, operands)):
+        with contextlib.suppress(ValueError):  # a function in C has no signature
+            inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
+        perturbed = [is_tracer(x) and has_tangent(x) for x in operands]
+        fixed = forbid_derivative(select(operands, perturbed), lambda: second_derivative_error(call.layer))
+        values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, operands))
+    else:
+        values = as_arrays(run(np.array(0), *map(np.asarray, operands)))
     rows = zip(scatter(values, needed), call.arguments.types, _paths(call), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
@@ -391,14 +361,11 @@ def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequ
         if not isinstance(result, tuple) or len(result) != 2:
             raise call.vmap_error(axis, result)
         leaves, skeleton = split(result[0], _is_output)
-        dims = skeleton.flatten_up_to(jax.tree.broadcast(result[1], result[0], is_leaf=_is_none))
+        dims = skeleton.flatten_up_to(jax.tree.broadcast(result[1], result[0], is_leaf=is_none))
         pairs = zip(leaves, dims, strict=True)
         batch = [np.stack([x] * axis.size) if d is None else np.moveaxis(np.asarray(x), d, 0) for x, d in pairs]
         return example.values_of(example._replace(skeleton=skeleton, arrays=batch), (axis.size,))
 
-    if any(map(is_tracer, tensors)):
-        batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in example.arrays]
-        values, _ = _bind(call, "vmap", run, batch, tensors)
-    else:
-        values = as_arrays(run(0, *tensors))
+    batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in example.arrays]
+    values, _ = _bind(call, "vmap", run, batch, tensors)
     return example.skeleton.fill(values), 0

@@ -244,7 +244,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return _Quantized(codes, low, high, bits, length, x.dtype, sharding)
 
         settings = bits, block_size, rounds_stochastically
-        super().__init__(quantize_saved, settings, Step(pack, _restored, rounds=True), ErrorModel.ABSOLUTE, arguments, only)
+        super().__init__(
+            quantize_saved, settings, Step(pack, _restored, rounds=True), ErrorModel.ABSOLUTE, arguments, only
+        )
 
 
 # -- blocks of values ------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def call_on_host(
             try:
                 return run(device, *arrays)
             except Exception as error:
-                store.mark_as_read(int(device.flat[0]))
+                store.mark_as_read(int(np.max(device, initial=0)))
                 # From an exception in a callback, XLA keeps the text and the traceback, but not the notes and causes.
                 advice = hint(error, *name.split(" ")[0].rpartition(".")[::2])
                 message = f"{name} raised {type(error).__name__}: {error}{advice and '. '}{advice}"
