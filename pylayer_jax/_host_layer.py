@@ -253,16 +253,28 @@ def _example_arrays(call: LayerCall) -> list[np.ndarray]:
 
 
 def _bind(
-    call: LayerCall, method: str, run: Callable[..., Any], types: Sequence[Any], operands: Sequence[Any], **options: Any
+    call: LayerCall,
+    method: str,
+    run: Callable[..., Any],
+    types: Sequence[Any],
+    tensors: Sequence[Any],
+    numbers: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[list[Any], Any]:
-    """Bind a `host_call`. Return its results, and the index of the device."""
+    """Bind a `host_call` of `run(device, *numbers, *tensors)`. Return its results, and the index of the device."""
     values, device = call_on_host(
-        _store, f"{call.name}.{method}", run, types, operands,
+        _store,
+        f"{call.name}.{method}",
+        run,
+        types,
+        [*numbers, *tensors],
         no_derivative="the code of a layer of NumPy has no derivative.",
-        takes_batches=call.layer.host_vmap == "broadcast" and method != "vmap", **options,
-    )  # fmt: skip
-    axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in operands))
-    return [varying_over(axes, x) for x in values], device
+        takes_batches=call.layer.host_vmap == "broadcast" and method != "vmap",
+        **options,
+    )
+    # Methods are pure, so that their results vary as the tensors do, and not as the numbers, which differ everywhere.
+    axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
+    return [varying_over(axes, x) for x in values], device  # fmt: skip
 
 
 def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
@@ -318,7 +330,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     place, inputs, needed = ctx.place, ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
     number = np.uint32(ctx.number) if isinstance(ctx.number, int) else ctx.number
-    n, operands = len(inputs), [number, *inputs, *given]
+    n, tensors = len(inputs), [*inputs, *given]
     types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
 
     def run(device: np.ndarray, numbers: np.ndarray, *arrays: Any) -> list[np.ndarray]:
@@ -338,14 +350,14 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
                 np.copyto(zeros.T, g.T, where=is_taken.T)  # transposed, since NumPy broadcasts trailing axes
         return gradients
 
-    if any(map(is_tracer, operands)):
+    if any(map(is_tracer, [number, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
-        perturbed = [is_tracer(x) and has_tangent(x) for x in operands]
-        fixed = forbid_derivative(select(operands, perturbed), lambda: second_derivative_error(call.layer))
-        values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, operands))
+        perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
+        fixed = forbid_derivative(select(tensors, perturbed), lambda: second_derivative_error(call.layer))
+        values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, tensors), [number])
     else:
-        values = as_arrays(run(np.array(0), *map(np.asarray, operands)))
+        values = as_arrays(run(np.array(0), *map(np.asarray, [number, *tensors])))
     rows = zip(scatter(values, needed), call.arguments.types, _paths(call), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
