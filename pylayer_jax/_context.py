@@ -437,33 +437,33 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
 
 
 def positions_of_kept(
-    state: ContextState, attributes: dict[str, Any], arguments: Any, inputs: Sequence[Any], outputs: Sequence[Any]
+    state: ContextState, attributes: dict[str, Any], arguments: Any, outputs: Sequence[Any]
 ) -> ResidualTree:
-    """Return the saved values and the attributes of a run of `forward` on NumPy arrays, for a `backward` in JAX.
+    """Return what a `forward` on NumPy arrays kept, for a `backward` in JAX.
 
-    The positions of the tensors are those in [*inputs, *outputs]. `arguments` are those of `forward`, and `inputs` are
-    the tensors in them before `forward` ran.
+    The positions of tensors are those in [*inputs, *outputs]. `arguments` are those of `forward`.
 
     Raises:
         ValueError: if `forward` kept anything but inputs, outputs and static arguments.
     """
     statics = [x for x in jax.tree.leaves(arguments, is_leaf=is_none) if not is_tensor(x)]
     copied_from = {id(own): array for array, own in state.numpy_copies}
-    known = [*zip(state.inputs, inputs, strict=True), *zip(outputs, outputs, strict=True)]
+    known = [*state.inputs, *outputs]
 
     def positions(x: Any) -> list[int]:
-        same = [i for i, (y, _) in enumerate(known) if y is copied_from.get(id(x), x) and not contains(statics, x)]
-        # An array that was changed in place after ctx copied it, or an input that was changed before, is another array.
-        same = [i for i in same if np.asarray(x).tobytes() == np.asarray(known[i][1]).tobytes()]
-        return same[:1] if same and same[0] < len(inputs) else same[-1:]
+        source = copied_from.get(id(x), x)
+        same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
+        if same and x is not source and x.tobytes() != source.tobytes():  # an output that was changed in place later
+            return []
+        return same[:1] if same and same[0] < len(state.inputs) else same[-1:]
 
     for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
         for x in jax.tree.leaves(value, is_leaf=is_none):
             if not positions(x) and not contains(statics, x):
                 raise ValueError(
-                    f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs as they came, outputs "
-                    f"and static arguments, but this is {describe(x)}. Return it as another output, mark this output "
-                    "by ctx.mark_non_differentiable, and keep the output."
+                    f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
+                    f"arguments, but this is {describe(x)}. Return it as another output, mark this output by "
+                    "ctx.mark_non_differentiable, and keep the output."
                 )
     tensors, skeleton = split((state.saved, dict(attributes)), lambda x: bool(positions(x)))
     return ResidualTree(skeleton, [positions(x)[0] for x in tensors])

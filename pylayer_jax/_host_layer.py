@@ -123,7 +123,7 @@ def _is_output(x: Any) -> bool:
 def _refusing_tracers(call: LayerCall, method: str) -> Generator[None]:
     try:
         yield
-    except NEEDS_VALUES as error:  # the method closes over a tracer
+    except (*NEEDS_VALUES, jax.errors.UnexpectedTracerError) as error:  # the method closes over a tracer
         raise call.closed_over_error(method) from error
 
 
@@ -138,6 +138,11 @@ class _Place(HeldObjects):
     def run(self, inputs: Sequence[Any]) -> _Run:
         """Run `forward` on copies of the inputs."""
         call, own = self.call, [np.array(x) for x in inputs]
+        if call.layer.host == "forward":
+            # JAX traces `backward` with the inputs that come, and may drop the call of a `forward` that changes them in
+            # some runs only. tests: test_inputs_of_a_forward_whose_backward_is_jax_code_are_read_only
+            for x in own:
+                x.flags.writeable = False
         state = ContextState(call.name, lambda: self.needs, own)
         ctx = call.layer._context(state)
         with _refusing_tracers(call, "forward"):
@@ -150,7 +155,7 @@ class _Place(HeldObjects):
             kept = split((state.saved, dict(vars(ctx))), lambda x: isinstance(x, np.ndarray))
         else:
             arguments = call.arguments.call("forward", lambda _, *args, **kwargs: (args, kwargs), None, own)
-            kept = positions_of_kept(state, vars(ctx), arguments, inputs, outputs)
+            kept = positions_of_kept(state, vars(ctx), arguments, outputs)
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
@@ -212,7 +217,10 @@ def _make_example(place: _Place) -> _Run:
         return _Run(skeleton, types, [False] * len(types), True, None).example()
     try:
         with eval_context(), np.errstate(all="ignore"):
-            return place.run(_example_arrays(call)).example()
+            example = place.run(_example_arrays(call)).example()
+            if not example.arrays:
+                raise ValueError(f"it returned {example.shown() or None}: expected at least one array or number.")
+            return example
     except Exception as error:
         types = ", ".join(f"{t.dtype}{list(t.shape)}" for t in call.arguments.types)
         error.add_note(
