@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import gc
+import logging
 import weakref
 
 import jax
@@ -19,9 +21,10 @@ import scipy.signal
 import scipy.sparse
 import scipy.sparse.linalg
 
-from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_report
+from pylayer_jax import Function, PyLayer, _host_layer, once_differentiable, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from pylayer_jax.testing import check_layer, gradcheck
+from tests.hooks.spy import Held
 from tests.kit.case import R3, Case, W, X, grid, ruled
 from tests.kit.layers import layer
 from tests.kit.modes import EAGER_AND_JIT, MODES, modes
@@ -995,6 +998,166 @@ def test_closed_over_tracers_are_refused():
         text = error_of(run, w)
         assert "argument" in text
         assert "set host = True" not in text
+
+
+# -- contexts on the host -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_is_logged():
+    # pytest would keep the exceptions that JAX logs, and with them what they were raised for.
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def held_by(objects):
+    jax.effects_barrier()
+    gc.collect()
+    return len(objects)
+
+
+def keeping():
+    """Return a layer that keeps an object on ctx, and the set of these objects that are alive."""
+    alive = weakref.WeakSet()
+
+    def forward(ctx, x):
+        ctx.held = Held(np.exp(x))
+        alive.add(ctx.held)
+        return np.exp(x)
+
+    return host_layer(forward, lambda ctx, dy: dy * ctx.held.x), alive
+
+
+@pytest.mark.clears_caches
+def test_held_contexts():
+    made, alive = keeping()
+
+    def f(x):
+        return jnp.sum(made.apply(x) * made.apply(2 * x))
+
+    undifferentiated, step = jax.jit(f), jax.jit(jax.grad(f))
+    for _ in range(20):
+        undifferentiated(X)
+        jax.vmap(f)(X)
+        f(X)
+    assert held_by(alive) == 0
+    for _ in range(20):
+        step(X)
+        assert held_by(alive) <= 2 * 2  # at two places
+    _, pullback = jax.vjp(f, X)
+    waiting = held_by(alive)
+    del pullback
+    assert held_by(alive) == waiting - 2
+    del step, undifferentiated
+    jax.clear_caches()
+    assert held_by(alive) == 0
+
+
+def test_a_late_or_second_backward_runs_forward_again():
+    made, runs = counting()
+    f = jax.jit(lambda x: made.apply(x, 1).sum())
+    waiting = [(x, jax.vjp(f, x)[1]) for x in (X, X + 1, X - 1)]
+    runs.clear()
+    for x, pullback in waiting * 2:
+        np.testing.assert_allclose(pullback(1.0)[0], jnp.exp(x), rtol=1e-6)
+    assert "forward" not in runs
+    f(X + 2), jax.vjp(f, X + 2)  # drops those that were used
+    runs.clear()
+    np.testing.assert_allclose(waiting[1][1](1.0)[0], jnp.exp(X + 1), rtol=1e-6)
+    assert runs == ["forward", "backward"]
+
+
+def test_the_number_of_held_contexts_is_bounded(monkeypatch):
+    monkeypatch.setattr(_host_layer, "MOST_HELD", 5)
+    made, alive = keeping()
+    f = jax.jit(lambda x: made.apply(x).sum())
+    waiting = [(x, jax.vjp(f, x)[1]) for x in jnp.arange(8.0)]
+    assert held_by(alive) == 5
+    for x, pullback in waiting:
+        np.testing.assert_allclose(pullback(1.0)[0], jnp.exp(x), rtol=1e-6)
+
+
+def test_failing_steps_leave_no_contexts(nothing_is_logged):
+    made, alive = keeping()
+
+    def fail(ctx, x):
+        if x.max() > 50:
+            raise ValueError("too large")
+        return x
+
+    failing = host_layer(fail, lambda ctx, dy: dy)
+    step = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(failing.apply(made.apply(x))))))
+    for i in range(20):
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+            jax.block_until_ready(step(X + 10 * (i % 4 > 0)))
+        assert held_by(alive) <= 1
+
+
+IN_A_BLOCK = {"no block": lambda f: f, "8 bits": quantize_saved(8, block_size=2), "cast": cast_saved()}
+
+
+@pytest.mark.parametrize("block", IN_A_BLOCK)
+@pytest.mark.parametrize("transform", ["grad", "jit_of_grad", "vmap_of_grad", "grad_of_vmap", "jit_of_scan",
+                                       "scan_of_remat", "jit_of_cond_and_remat", "jacrev", "shard_map"])  # fmt: skip
+def test_a_gradient_does_not_depend_on_what_is_held(transform, block, monkeypatch):
+    def gradient():
+        made = layer(base=Spline)
+        f = IN_A_BLOCK[block](lambda values, at: made.apply(jnp.tanh(values) * 2, at * 0.9).sum())
+        return FIRST_ORDER[transform](f, (grid(6), R3))
+
+    held = gradient()
+    monkeypatch.setattr(_host_layer, "MOST_HELD", 0)
+    for ours, again in zip(jax.tree.leaves(held), jax.tree.leaves(gradient()), strict=True):
+        np.testing.assert_array_equal(ours, again)
+
+
+@pytest.mark.parametrize("host_vmap", ["sequential", "broadcast"])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f)), VMAP])
+def test_broadcast_under_a_further_batch(mode, host_vmap):
+    # All axes have the same size, so that NumPy would broadcast an array of another batch without an error.
+    def forward(ctx, x):
+        ctx.slope = np.cos(x)
+        return np.sin(x)
+
+    made = host_layer(forward, lambda ctx, dy: dy * ctx.slope, host_vmap=host_vmap)
+    for transform in (lambda f: f, jax.vmap, lambda f: jax.vmap(f, 1, 1), lambda f: jax.vmap(jax.vmap(f), 1)):
+        ours, theirs = (mode(jax.jacrev(transform(f)))(grid(3, 3, 3)) for f in (made.apply, jnp.sin))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("host_vmap", ["sequential", "broadcast"])
+@EAGER_AND_JIT
+def test_branches_of_a_batch(mode, host_vmap):
+    # JAX gives the gradient of a branch that an example did not take zeros, which this layer refuses.
+    def forward(ctx, a):
+        ctx.inverse = np.linalg.inv(a)
+        return np.log(abs(np.linalg.det(a)))
+
+    def backward(ctx, dy):
+        assert np.isfinite(ctx.inverse).all()
+        return dy[..., None, None] * np.swapaxes(ctx.inverse, -1, -2)
+
+    made = host_layer(forward, backward, host_vmap=host_vmap)
+
+    def branches(f):
+        return lambda a: jax.lax.cond(jnp.trace(a) > 3, lambda a: f(a) * 2, lambda a: jnp.sum(a**2), a)
+
+    a = jnp.eye(3) * jnp.arange(0.7, 1.7, 0.2)[:, None, None] + 0.1
+    ours = mode(jax.vmap(jax.grad(branches(made.apply))))(a)
+    np.testing.assert_allclose(
+        ours, jax.vmap(jax.grad(branches(lambda a: jnp.linalg.slogdet(a)[1])))(a), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_what_forward_needs_is_part_of_the_example():
+    def forward(ctx, x, w):
+        return (x, w) if all(ctx.needs_input_grad) else (x, None)
+
+    made = host_layer(forward, lambda ctx, *d: (d[0], None))
+    jax.jit(jax.grad(lambda x: made.apply(x, X)[0].sum()))(X).block_until_ready()
+    _, rest = jax.vmap(made.apply)(X, X.astype(int))
+    assert rest is None
 
 
 # -- types ------------------------------------------------------------------------------------------
