@@ -451,7 +451,7 @@ def positions_of_kept(
     known = [*state.inputs, *outputs]
 
     def positions(x: Any) -> list[int]:
-        source = copied_from.get(id(x), x)
+        source: Any = copied_from.get(id(x), x)
         same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
         if same and x is not source and x.tobytes() != source.tobytes():  # an output that was changed in place later
             return []
