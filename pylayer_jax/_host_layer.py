@@ -194,7 +194,7 @@ def _example_of(place: _Place) -> _Run:
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
     statics = [(type(x), x) for a in arguments.arguments for x in (a.name, *a.skeleton.parts())]
-    key = place.needs, is_set("enable_x64"), *types, *statics
+    key = is_set("enable_x64"), *types, *statics
     known = _examples.setdefault(place.call.layer, {})
     with contextlib.suppress(Exception):  # an object may refuse to be hashed or compared
         if key in known:
