@@ -343,19 +343,20 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
     def run(device: np.ndarray, numbers: np.ndarray, *arrays: Any) -> list[np.ndarray]:
         gradients = [np.zeros((*numbers.shape, *t.shape), t.dtype) for t in types]
-        is_taken, taken = numbers != 0, np.flatnonzero(numbers)
-        if not taken.size:
+        is_taken = numbers != 0
+        if not is_taken.any():
             return gradients
         if not is_taken.all():
             # The number 0 comes from a branch of a batched `cond` that an example did not take. Its inputs are zeros,
             # which `forward` may refuse. An example that took the branch stands in. tests: test_branches_of_a_batch
-            rows = np.where(is_taken, np.arange(numbers.size).reshape(numbers.shape), taken[0])
+            rows = np.where(is_taken, np.arange(numbers.size).reshape(numbers.shape), np.argmax(is_taken))
             arrays = tuple(x.reshape(numbers.size, *x.shape[numbers.ndim :])[rows] for x in arrays)
         own = skeleton.fill([np.array(x) for x in arrays[n:]])
-        found = place.gradients(needed, device, numbers, arrays[:n], own)
-        for zeros, g in zip(gradients, select(found, needed), strict=True):
-            if g is not None:
-                np.copyto(zeros.T, g.T, where=is_taken.T)  # transposed, since NumPy broadcasts trailing axes
+        for i, g in enumerate(select(place.gradients(needed, device, numbers, arrays[:n], own), needed)):
+            if g is not None and is_taken.all():
+                gradients[i] = g
+            elif g is not None:
+                gradients[i][is_taken] = g[is_taken]
         return gradients
 
     if any(map(is_tracer, [number, *tensors])):
