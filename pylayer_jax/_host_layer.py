@@ -37,7 +37,7 @@ from ._context import (
     copy_container,
     is_none,
     positions_of_kept,
-)  # fmt: skip
+)
 from ._gradients import coerce, match_gradients
 from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
 from ._jax.rule_function import forbid_derivative, merge, scatter, select
@@ -282,7 +282,7 @@ def _bind(
     )
     # Methods are pure, so that their results vary as the tensors do, and not as the numbers, which differ everywhere.
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
-    return [varying_over(axes, x) for x in values], device  # fmt: skip
+    return [varying_over(axes, x) for x in values], device
 
 
 def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:

@@ -140,7 +140,8 @@ def call_on_host(
     """
 
     def named(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        def run_or_explain(device: Any, *arrays: Any) -> Sequence[Any]:
+        def run_or_explain(*operands: Any) -> Sequence[Any]:
+            device, *arrays = map(np.asarray, operands)  # `pure_callback` passes JAX arrays
             try:
                 return run(device, *arrays)
             except Exception as error:
