@@ -347,8 +347,9 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
         if not is_taken.any():
             return gradients
         if not is_taken.all():
-            # The number 0 comes from a branch of a batched `cond` that an example did not take. Its inputs are zeros,
-            # which `forward` may refuse. An example that took the branch stands in. tests: test_branches_of_a_batch
+            # The number 0 comes from a branch of a batched `cond` that an example did not take. What comes with it are
+            # no inputs: zeros, which `forward` may refuse, or residuals of the other branch. So an example that took
+            # the branch stands in. tests: test_branches_of_a_batch
             rows = np.where(is_taken, np.arange(numbers.size).reshape(numbers.shape), np.argmax(is_taken))
             arrays = tuple(x.reshape(numbers.size, *x.shape[numbers.ndim :])[rows] for x in arrays)
         own = skeleton.fill([np.array(x) for x in arrays[n:]])
