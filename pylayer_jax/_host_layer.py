@@ -2,10 +2,11 @@
 
     class Solve(PyLayer):        jax.grad of a function that applies Solve binds
         host = True
-        ...                      y:f32[3] t:u32[] = host_call[name=Solve.forward] device a b
-                                 ga gb            = host_call[name=Solve.backward] device t a b dy
+        ...                      y:f32[3] t:u32[2] = host_call[name=Solve.forward] device a b
+                                 ga gb             = host_call[name=Solve.backward] device t a b dy
 
-The first call leaves the context of its run on the host, under the number t. The second call finds it by t. If the host
+The first call leaves the context of its run on the host; t has the number of this place in the program, and that of the
+run. The second call finds the context by t. If the host
 does not hold it any more, the second call runs `forward` again on a and b. So a held context is a cached value of a
 pure function, and JAX may drop, move, merge or repeat these calls. A call whose number no code reads leaves no context.
 NOTE [held objects] in `_hooks/host.py` tells when the host drops one.
@@ -132,7 +133,7 @@ class _Place(HeldObjects):
 
     def __init__(self, call: LayerCall, needs: tuple[bool, ...]) -> None:
         super().__init__(_store, MOST_HELD)
-        self.call = call
+        self.call, self.number = call, new_number()
         self.needs = needs  # the `needs_input_grad` of `forward`
 
     def run(self, inputs: Sequence[Any]) -> _Run:
@@ -159,11 +160,11 @@ class _Place(HeldObjects):
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
-        """Hold the context of a run. Return its number; of a batch, one number per example."""
+        """Hold the context of a run. Return the numbers of the place and of the run; of a batch, of each example."""
         numbers = np.array([new_number() for _ in range(device.size)], np.uint32).reshape(device.shape)
         if numbers.size:
             self.put(int(numbers.flat[0]), (numbers, run.context), int(device.flat[0]))
-        return numbers
+        return np.stack([np.full_like(numbers, self.number), numbers], -1)
 
     def gradients(
         self, needs: Sequence[bool], device: Any, numbers: np.ndarray, inputs: Sequence[Any], cotangents: Sequence[Any]
@@ -302,7 +303,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
             values = example.values_of(found, device.shape)
             return [*values, place.hold(found, device)] if holds else values
 
-        numbers = [ShapedArray((), np.dtype(np.uint32))] * is_held
+        numbers = [ShapedArray((2,), np.dtype(np.uint32))] * is_held
         without_number = functools.partial(run, holds=False) if is_held else None
         found, device = _bind(call, "forward", run, [*example.arrays, *numbers], tensors, without_last=without_number)
         if is_held and (name := _name_for_policies(call)):
@@ -310,7 +311,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         values, number = found[: len(example.arrays)], with_varying_axes(found[-1], typeof(device))
     else:
         example = place.run(tensors)
-        values, number = as_arrays(example.arrays), int(place.hold(example, np.array(0)))
+        values, number = as_arrays(example.arrays), tuple(place.hold(example, np.array(0)).tolist())
     state.marked += select(values, example.marked)
     state.materialize = example.materialize
     saved, attributes = tensors, {"place": place, "number": number}
@@ -337,19 +338,19 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     """Run `backward` on NumPy arrays. Return one gradient per tensor of the call, None for zero."""
     place, inputs, needed = ctx.place, ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
-    number = np.uint32(ctx.number) if isinstance(ctx.number, int) else ctx.number
+    number = np.array(ctx.number, np.uint32) if isinstance(ctx.number, tuple) else ctx.number
     n, tensors = len(inputs), [*inputs, *given]
     types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
 
     def run(device: np.ndarray, numbers: np.ndarray, *arrays: Any) -> list[np.ndarray]:
+        is_taken, numbers = numbers[..., 0] == place.number, numbers[..., 1]
         gradients = [np.zeros((*numbers.shape, *t.shape), t.dtype) for t in types]
-        is_taken = numbers != 0
         if not is_taken.any():
             return gradients
         if not is_taken.all():
-            # The number 0 comes from a branch of a batched `cond` that an example did not take. What comes with it are
-            # no inputs: zeros, which `forward` may refuse, or residuals of the other branch. So an example that took
-            # the branch stands in. tests: test_branches_of_a_batch
+            # Numbers that are 0, or of another place, come from a batched `cond` of which an example took the other
+            # branch. What comes with them are no inputs: zeros, which `forward` may refuse, or other residuals. So an
+            # example that took the branch stands in. tests: test_branches_of_a_batch
             rows = np.where(is_taken, np.arange(numbers.size).reshape(numbers.shape), np.argmax(is_taken))
             arrays = tuple(x.reshape(numbers.size, *x.shape[numbers.ndim :])[rows] for x in arrays)
         own = skeleton.fill([np.array(x) for x in arrays[n:]])

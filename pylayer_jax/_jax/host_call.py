@@ -1,7 +1,7 @@
 """Defines the primitive `host_call`, which calls a Python function on NumPy arrays each time a program runs.
 
-    x:f32[8,3]       = host_call[name=unpack_hook] device token
-    y:f32[3] n:u32[] = host_call[name=Erf.forward] device x
+    x:f32[8,3]        = host_call[name=unpack_hook] device token
+    y:f32[3] n:u32[2] = host_call[name=Erf.forward] device x
 
 NOTE [host calls]
 `io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, JAX needs a thread for

@@ -1141,15 +1141,19 @@ def test_branches_of_a_batch(mode, host_vmap):
         return dy[..., None, None] * np.swapaxes(ctx.inverse, -1, -2)
 
     made = host_layer(forward, backward, host_vmap=host_vmap)
+    other = host_layer(lambda ctx, x: x * 2, lambda ctx, dy: dy * 2, host_vmap=host_vmap)
 
-    def branches(f):
-        return lambda a: jax.lax.cond(jnp.trace(a) > 3, lambda a: f(a * 1.5) * 2, lambda a: a[0, 0], a)
+    def gradient(f, g):
+        def branches(a):
+            return jax.lax.cond(jnp.trace(a) > 3, lambda a: f(a * 1.5) * 2, g, a)
+
+        return jax.vmap(jax.grad(branches))
 
     a = jnp.eye(3) * jnp.arange(0.7, 1.7, 0.2)[:, None, None] + 0.1
-    ours = mode(jax.vmap(jax.grad(branches(made.apply))))(a)
-    np.testing.assert_allclose(
-        ours, jax.vmap(jax.grad(branches(lambda a: jnp.linalg.slogdet(a)[1])))(a), rtol=1e-4, atol=1e-5
-    )
+    pairs = [(lambda a: a[0, 0],) * 2, (lambda a: other.apply(a[0, 0]), lambda a: 2 * a[0, 0])]
+    for ours, theirs in pairs:
+        expected = gradient(lambda a: jnp.linalg.slogdet(a)[1], theirs)(a)
+        np.testing.assert_allclose(mode(gradient(made.apply, ours))(a), expected, rtol=1e-4, atol=1e-5)
 
 
 # -- types ------------------------------------------------------------------------------------------
