@@ -6,9 +6,9 @@
                                  ga gb             = host_call[name=Solve.backward] device t a b dy
 
 The first call leaves the context of its run on the host; t has the number of this place in the program, and that of the
-run. The second call finds the context by t. If the host
-does not hold it any more, the second call runs `forward` again on a and b. So a held context is a cached value of a
-pure function, and JAX may drop, move, merge or repeat these calls. A call whose number no code reads leaves no context.
+run. The second call finds the context by t. If the host does not hold it any more, the second call runs `forward` again
+on a and b. So a held context is a cached value of a pure function, and JAX may drop, move, merge or repeat these calls.
+A call whose number no code reads leaves no context.
 NOTE [held objects] in `_hooks/host.py` tells when the host drops one.
 
 With concrete arrays, the methods run directly. Otherwise JAX has to know the types of the outputs before the program
