@@ -90,6 +90,7 @@ class LayerCall:
     def residual_names(self, kept: SavedContext, n_residuals: int) -> list[str]:
         """Return the name of each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
+        given = () if self.layer.host is True else given  # JAX keeps the inputs, whatever `forward` saves
         return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
 
     def checkpoint_name_of(self, index: int) -> str | None:
@@ -156,7 +157,7 @@ class LayerCall:
         try:
             with scope:
                 if self.layer.host:
-                    return ctx, _host_layer.run_forward(self, forward, ctx, tensors)
+                    return ctx, _host_layer.run_forward(self, ctx, tensors)
                 return ctx, self.arguments.call("forward", forward, ctx, tensors)
         except Exception as error:
             add_note(error, self.name, "forward")
@@ -237,11 +238,8 @@ class LayerCall:
         # To transpose `backward` is allowed even if @once_differentiable decorates it. Therefore the transpose calls
         # the undecorated method, which does not raise the error of @once_differentiable.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        # The gradients depend on a token, so that XLA drops no call of `forward`: see NOTE [dropped calls] in
-        # `_host_layer.py`.
         if layer.host is True:
-            backward = functools.partial(_host_layer.run_backward, self)
-        token = _host_layer.token_of_forward(ctx) if layer.host == "forward" else None
+            backward = functools.partial(_host_layer.run_backward, self, needs)
         try:
             with in_backward(True) if may_be_transposed else _null_context, scope:
                 result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
@@ -255,9 +253,8 @@ class LayerCall:
                 ) from error
             add_note(error, self.name, "backward")
             raise
-        gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
-        if token is not None:
-            gradients = _host_layer.depending_on(token, gradients, arguments.types)
+        needed = arguments.can_get_gradient(needs)
+        gradients = result if layer.host is True else match_gradients(result, arguments, needed, layer)
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(
@@ -356,24 +353,24 @@ class LayerCall:
         try:
             with self.scope("vmap", is_staging()):
                 if self.layer.host:
-                    result = _host_layer.run_vmap(self, axis, dims, vmap, tensors)
+                    result = _host_layer.run_vmap(self, axis, vmap, tensors)
                 else:
                     result = arguments.call("vmap", vmap, None, tensors)
         except Exception as error:
             add_note(error, self.name, "vmap")
             raise
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self._vmap_error(axis, result)
+            raise self.vmap_error(axis, result)
         outputs, out_dims = result
         try:
             _, arrays, skeleton = Outputs.split(self.name, outputs)
             dims = _dims_of_tensors(out_dims, outputs)
             values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
         except (TypeError, ValueError) as error:
-            raise self._vmap_error(axis, result, error) from error
+            raise self.vmap_error(axis, result, error) from error
         return Outputs(outputs, skeleton, arrays, frozenset()), values
 
-    def _vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
+    def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
         return ValueError(
             f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
             f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._hooks.host import HeldObjects
 from ._jax.traces import STAGED, current_trace, has_named_axis, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
 from ._messages import closed_over, describe, innermost, tensors_in
@@ -418,7 +419,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
         result = with_arrays_for_numbers(result)
     tensors, arrays, skeleton = Outputs.split(state.layer, result)
     if state.must_return:
-        _check_returned(state, tensors)
+        check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
     residuals = _Residuals(state, _numpy_outputs(state, tensors, arrays))
     saved = None if state.saved is None else residuals.add(state.saved, "ctx.save_for_backward", is_saved=True)
@@ -433,6 +434,43 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
         outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp, residuals.has_objects
     )
     return kept, arrays, as_arrays(residuals.tensors)
+
+
+def positions_of_kept(
+    state: ContextState, attributes: dict[str, Any], arguments: Any, outputs: Sequence[Any]
+) -> ResidualTree:
+    """Return what a `forward` on NumPy arrays kept, for a `backward` in JAX.
+
+    The positions of tensors are those in [*inputs, *outputs]. `arguments` are those of `forward`.
+
+    Raises:
+        ValueError: if `forward` kept anything but inputs, outputs and static arguments.
+    """
+    statics = [x for x in jax.tree.leaves(arguments, is_leaf=is_none) if not is_tensor(x)]
+    copied_from = {id(own): array for array, own in state.numpy_copies}
+    known = [*state.inputs, *outputs]
+
+    def positions(x: Any) -> list[int]:
+        source: Any = copied_from.get(id(x), x)
+        same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
+        if same and x is not source and x.tobytes() != source.tobytes():  # an output that was changed in place later
+            return []
+        return same[:1] if same and same[0] < len(state.inputs) else same[-1:]
+
+    for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
+        for x in jax.tree.leaves(value, is_leaf=is_none):
+            if not positions(x) and not contains(statics, x):
+                raise ValueError(
+                    f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
+                    f"arguments, but this is {describe(x)}. Return it as another output, mark this output by "
+                    "ctx.mark_non_differentiable, and keep the output."
+                )
+    tensors, skeleton = split((state.saved, dict(attributes)), lambda x: bool(positions(x)))
+    return ResidualTree(skeleton, [positions(x)[0] for x in tensors])
+
+
+def is_none(x: Any) -> bool:
+    return x is None
 
 
 class _Residuals:
@@ -478,7 +516,7 @@ class _Residuals:
         return ResidualTree(skeleton, [self._index_of[is_saved, id(x)] for x in tensors])
 
 
-def _check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
+def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
     """Raise an error if `forward` did not return a value that it has to return.
 
     Some methods of `ctx` require that `forward` also returns the value that it passes to the method.
@@ -519,7 +557,7 @@ def _ended_error(call: str, layer: str) -> ValueError:
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type, slice, range, enum.Enum, np.dtype, np.generic, np.ufunc,
-    types.ModuleType, types.BuiltinFunctionType,
+    types.ModuleType, types.BuiltinFunctionType, HeldObjects,
 )  # fmt: skip
 
 

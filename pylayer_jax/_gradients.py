@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._arguments import Argument, Arguments
 from ._context import Outputs
@@ -32,10 +32,13 @@ from ._trees import LEAF, Skeleton
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
-def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any) -> list[Any]:
+def match_gradients(
+    result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any, batch: tuple[int, ...] | None = None
+) -> list[Any]:
     """Return one gradient (or None for zero) per tensor of the call, with the dtype and shape of that tensor.
 
-    `needs` has one bool per tensor: whether JAX needs its gradient. Other gradients are dropped.
+    `needs` has one bool per tensor: whether JAX needs its gradient. Other gradients are dropped. With a `batch`, the
+    gradients are NumPy arrays, whose first axes have these lengths.
 
     Raises:
         ValueError: for a wrong number of gradients, or a wrong structure, type or shape; messages name the argument.
@@ -44,7 +47,7 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
         gradients: list[Any] = [None] * len(needs)
         for argument, entry in _pair(result, arguments, needs, layer._torch_convention):
             if any(needs[argument.span]):
-                gradients[argument.span] = _coerce_argument(entry, argument, arguments, needs)
+                gradients[argument.span] = _coerce_argument(entry, argument, arguments, needs, batch)
     except ValueError as error:
         if advice := _advice_to_wrap(result, arguments.slots()):
             error.add_note(advice)
@@ -121,7 +124,9 @@ def _check_no_gradient(argument: Argument, entry: Any, arguments: Arguments) -> 
         )
 
 
-def _coerce_argument(entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool]) -> list[Any]:
+def _coerce_argument(
+    entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool], batch: tuple[int, ...] | None
+) -> list[Any]:
     where, skeleton, span = f"{arguments.layer}.backward, gradient of ", argument.skeleton, argument.span
     found = [entry] if skeleton is LEAF else _flatten_like(skeleton, entry, f"{where}{argument.name!r}")
 
@@ -129,9 +134,7 @@ def _coerce_argument(entry: Any, argument: Argument, arguments: Arguments, needs
         return f"{where}{argument.name + skeleton.tensor_paths()[i]!r}"
 
     rows = enumerate(zip(found, arguments.types[span], needs[span], strict=True))
-    return [
-        coerce(leaf, aval, lambda i=i: place(i), is_gradient=True) if need else None for i, (leaf, aval, need) in rows
-    ]
+    return [coerce(leaf, aval, lambda i=i: place(i), True, batch) if need else None for i, (leaf, aval, need) in rows]
 
 
 def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
@@ -244,8 +247,16 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 # -- one gradient or tangent ---------------------------------------------------------------------------------
 
 
-def coerce(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
+def coerce(
+    value: Any,
+    aval: Any,
+    where: Callable[[], str],
+    is_gradient: bool = False,
+    batch: tuple[int, ...] | None = None,
+) -> Any:
     """Return `value` with the dtype, the shape and the varying mesh axes of `aval`. Return None for None.
+
+    With a `batch`, return a NumPy array: on the host, JAX must not compute.
 
     If `is_gradient` is True, `value` may have any shape to which `aval.shape` broadcasts. As in torch, it is then
     summed. Every other shape is refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3,
@@ -264,19 +275,23 @@ def coerce(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = 
             f"{where()}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for zero; got "
             f"{describe(value)}."
         )
-    (value,) = as_arrays([value])
-    if typeof(value) == aval:
+    value = as_arrays([value])[0] if batch is None else np.asarray(value)
+    if batch is None and typeof(value) == aval:
         return value
-    if value.shape != aval.shape:
-        if not (is_gradient and _broadcasts(aval.shape, value.shape)):
-            raise ValueError(_misshapen(where(), tuple(aval.shape), tuple(value.shape), is_gradient))
-        value = _sum_to(value, aval.shape)
+    n, expected = len(batch or ()), (*(batch or ()), *aval.shape)
+    if value.shape != expected:
+        is_batch = value.shape[:n] == expected[:n]
+        if not (is_gradient and is_batch and _broadcasts(aval.shape, value.shape[n:])):
+            raise ValueError(_misshapen(where(), expected, tuple(value.shape), is_gradient))
+        value = _sum_to(value, aval.shape, n)
     if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         raise ValueError(
             f"{where()}: expected a real array of dtype {aval.dtype}, got dtype {value.dtype}. Return its real part: "
             "jnp.real(...)."
         )
     value = value if value.dtype == aval.dtype else value.astype(aval.dtype)
+    if batch is not None:
+        return value
     if extra := sorted(map(str, varying_axes(typeof(value)) - varying_axes(aval))):
         axes = repr(extra[0]) if len(extra) == 1 else repr(tuple(extra))
         raise ValueError(
@@ -304,7 +319,7 @@ def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
     return all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(target), strict=False))
 
 
-def _sum_to(value: jax.Array, shape: Sequence[Any]) -> jax.Array:
+def _sum_to(value: Any, shape: Sequence[Any], n_batch: int) -> Any:
     extra = value.ndim - len(shape)
     stretched = [extra + i for i, n in enumerate(shape) if n == 1 and value.shape[extra + i] != 1]
-    return jnp.sum(value, axis=(*range(extra), *stretched)).reshape(shape)
+    return value.sum(axis=(*range(n_batch, extra), *stretched)).reshape((*value.shape[:n_batch], *shape))

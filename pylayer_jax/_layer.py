@@ -38,7 +38,7 @@ def check_declarations(layer: Any) -> None:
 
     Raises:
         TypeError: for a misspelled flag, for a `forward_mode`, `saved_names`, `host` or `host_vmap` of the wrong type
-            or value, and for forward mode together with `host`.
+            or value, for forward mode together with `host`, and for `result_types` with `host = "forward"`.
         ValueError: for an unknown `complex_convention`.
         RuntimeError: for a class with both `generate_vmap_rule` and a `vmap` method.
     """
@@ -67,6 +67,11 @@ def check_declarations(layer: Any) -> None:
         raise TypeError(
             f"{name} has {given} and host = {layer.host!r}, but a layer of NumPy has no forward mode. Remove {given}, "
             "and use reverse mode: jax.grad, jax.vjp, jax.jacrev."
+        )
+    if layer.host == "forward" and hasattr(layer, "result_types"):
+        raise TypeError(
+            f"{name} has result_types and host = 'forward'. What forward keeps is known from a run on example arrays, "
+            "so declaring the results saves no run. Remove result_types; example(*args) chooses the arrays."
         )
     if layer.generate_vmap_rule and layer._has_vmap_method():
         raise RuntimeError(
@@ -257,9 +262,11 @@ class PyLayer:
             named tensor as a new value, and stacks it in addition to the tensor itself. Therefore saved values have no
             names by default.
         host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
-            and the other transformations. "forward" if `backward` is JAX code, so that it has a derivative. Under a
-            transformation, the methods first run on example arrays, to find the types of the results. The arrays hold
-            random numbers (and zeros for integers), or are the result of a static method `example(*args)`.
+            and the other transformations. `ctx` may keep any object: it stays on the host. "forward" if `backward` is
+            JAX code, so that it has a derivative. Under a transformation, `forward` first runs on example arrays, to
+            find the types of the outputs. The arrays hold random numbers (and zeros for integers), or are the result of
+            a static method `example(*args)`. If the class has a static method `result_types(*args)`, it does not run:
+            this method gets and returns `jax.ShapeDtypeStruct` objects in place of arrays.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
         generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True has one effect: the class may
@@ -359,7 +366,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     hooks = _hooks.active_pair()
     if hooks is not None:
-        call.block = _hooks.layer_block(hooks, call.layer.__name__, tensors)
+        call.block = _hooks.layer_block(hooks, call.layer.__name__, tensors, is_exact=call.layer.host is True)
     traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
     # In a block of hooks, hide the layer's equations from the hooks. The layer packs its saved tensors itself, so the
     # hooks would pack them twice.

@@ -660,7 +660,7 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
     """Return the name that `saved_names` gives to each residual, or "", for the policies of `jax.checkpoint`."""
     given = call.layer.saved_names
-    if not given:
+    if not given or call.layer.host is True:  # see `_name` in `_host_layer.py`
         return [""] * n_tensors
     if given is not True and len(given) != kept.n_values:
         raise ValueError(

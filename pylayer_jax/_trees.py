@@ -81,6 +81,16 @@ class Skeleton:
                 raise
             return tensors[0]
 
+    def parts(self) -> list[Any]:
+        """Return the treedefs, the statics and the keys of the dicts, which identify the skeleton if all are equal."""
+        found: list[Any] = [self.treedef]
+        for leaf in self.leaves:
+            if type(leaf) is _Dict:
+                found += [type(leaf.like), tuple(leaf.keys), *(x for child in leaf.children for x in child.parts())]
+            else:
+                found.append(leaf)
+        return found
+
     def statics(self) -> list[Any]:
         """Return all leaves that are not tensors, in flattening order."""
         found: list[Any] = []

@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import predicate, saved_tensors_hooks
 from ._hooks.pack import Step, key_of
-from ._hooks.primitives import EXACT, ROWS, UNKNOWN, Error, Rounding
+from ._hooks.primitives import EXACT, ROWS, Error, Rounding
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, shard_counts, unchecked
 
@@ -88,8 +88,6 @@ class _ReadyPair(saved_tensors_hooks):
             self._set_up(owner, key, (), **options, only=condition)
             return
         step = step._replace(pack=unchecked(step.pack), only=condition)
-        if not recompute:
-            step = step._replace(rounding=lambda _: UNKNOWN)
         self._set_up(owner, key, [step], **options)
 
 
@@ -180,13 +178,14 @@ def _to_device(x: jax.Array) -> jax.Array:
 class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors in a narrower floating-point dtype, and bool arrays as bits.
 
-        >>> report = saved_tensors_report(cast_saved()(lambda w, x: jnp.sum(jnp.tanh(x @ w))), jnp.ones((8, 4)), jnp.ones((2, 8)))
+        >>> loss = cast_saved()(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+        >>> report = saved_tensors_report(loss, jnp.ones((8, 4)), jnp.ones((2, 8)))
         >>> report.total_unpacked_bytes, report.total_bytes
         (32, 16)
 
-    Tensors that are not wider than `dtype`, and those whose last axis has length 1, are not packed. bfloat16 has the range of float32, and a cast to bfloat16
-    changes a value by at most 1 part in 256. float16 is more exact, but its largest value is 65504: a larger value is
-    unpacked as infinity.
+    Tensors that are not wider than `dtype`, and those whose last axis has length 1, are not packed. bfloat16 has the
+    range of float32, and a cast to bfloat16 changes a value by at most 1 part in 256. float16 is more exact, but its
+    largest value is 65504: a larger value is unpacked as infinity.
 
     Args:
         dtype: the floating-point dtype in which tensors are kept. The dtype has at least 16 bits.
@@ -225,7 +224,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
         info = jnp.finfo(narrow)
         has_range = info.maxexp >= jnp.finfo(jnp.float32).maxexp  # else a value may overflow where its results do not
-        error = Rounding(Error.RELATIVE, float(info.eps) / 2) if has_range else UNKNOWN
+        error = Rounding(Error.RELATIVE if has_range else Error.OVERFLOWING, float(info.eps) / 2)
         step = Step(pack, _restored, differentiable=True, rounding=lambda x: error if is_narrowed(x) else EXACT)
         super().__init__(cast_saved, (narrow,), step, recompute, arguments, only)
 

@@ -1,4 +1,4 @@
-"""Runs saved-tensor hooks on the host each time a program runs, and stores the packed values of compiled programs.
+"""Holds objects on the host for compiled programs: results of host hooks, and contexts of layers of NumPy.
 
 A pack hook with `host=True` gets a NumPy array. The host holds its result, and the program keeps a number, the token,
 by which the host finds the result:
@@ -6,25 +6,28 @@ by which the host finds the result:
     token:uint32[] = host_call[name=pack_hook] x:f32[8,3]
     x:f32[8,3]     = host_call[name=unpack_hook] token
 
-NOTE [host packs]
-A program usually calls the unpack hook once for each token. JAX may move the packing of a loop-invariant tensor out of
-the loop. Then the program calls the unpack hook several times with the same token. The program never calls the unpack
-hook if `backward` does not run. The host cannot know whether the program will call the unpack hook with the same token
-again. When the same device packs at the same `PackSite` again, a new forward pass has begun. Therefore the host then
-drops each older value that this device packed at this `PackSite` and has unpacked at least once. If backward never
-unpacks a packed value, the host keeps this value until the hooks are closed or Python deletes the program. Suppose that
-a compiled `backward` never reads a packed tensor, such as the maximum that softmax subtracts. Then each run of the
-program would leave one more value on the host. To avoid this on CPU, XLA may remove a call of the pack hook whose token
-no code reads. tests: hooks/test_host.py
+Tokens begin at 1. The token 0 comes from the gradient of a batched `cond`: JAX hands zeros to the branch that an
+example did not take.
+
+NOTE [held objects]
+A program usually reads an object once. JAX may move the packing of a loop-invariant tensor out of the loop, and then
+reads it several times. If `backward` does not run, the program never reads it. The host cannot know which reads will
+follow. When the same device puts an object at the same place again, a new forward pass has begun. The host then drops
+each older object that this device put at this place and has read. It holds an object that was never read until the
+hooks are closed, or until Python deletes the program. If a hook raises an exception, the program reads nothing that it
+put in this run. Therefore all objects of the store then count as read. A compiled `backward` may never read a packed
+tensor, such as the maximum that softmax subtracts. Then each run of the program would leave one more object on the
+host. To avoid this on CPU, XLA may remove a call of the pack hook whose token no code reads. tests: hooks/test_host.py
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
+import math
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -36,35 +39,47 @@ from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axe
 from pylayer_jax._messages import hint
 from pylayer_jax._trees import WeakTable
 
-# Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
-# all stores share one reentrant lock, so that no deadlock is possible.
+# Python may collect an object at any line, and the finalizer of a held object may close a pair of hooks. Therefore all
+# stores share one reentrant lock, so that no deadlock is possible.
 _lock = threading.RLock()
+_counter = itertools.count()  # of all places, so that no place finds the object of another
+
+
+def new_number() -> int:
+    """Return a number for an object, from 1 to 2**32 - 1."""
+    return next(_counter) % (2**32 - 1) + 1
 
 
 class HostStore:
-    """A store of packed values for compiled programs. Equal pairs of hooks share one store."""
+    """The places of equal pairs of hooks, or of all layers of NumPy."""
 
     def __init__(self) -> None:
-        self.sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
+        self.places: weakref.WeakSet[HeldObjects] = weakref.WeakSet()
         self._owners = WeakTable()  # the hooks that are not closed yet; equal pairs are different owners
 
     def add_owner(self, hooks: Any) -> None:
-        """Keep all packed values until `hooks` is closed."""
+        """Keep all objects until `hooks` is closed."""
         with _lock:
             self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
         """Remove the owner `hooks`.
 
-        Drop all packed values of this store if no pair of hooks that uses the store is still open.
+        Drop all objects of this store if no pair of hooks that uses the store is still open.
         """
         dropped: list[Any] = []
         with _lock:
             self._owners.drop(hooks)
-            for site in [] if len(self._owners) else list(self.sites):
-                dropped.append(site.payload)
-                site.payload, site.used = {}, {}
-        del dropped  # release the values outside the lock, since their finalizers may run any code
+            for place in [] if len(self._owners) else list(self.places):
+                dropped.append(place.objects)
+                place.objects = {}
+        del dropped  # release the objects outside the lock, since their finalizers may run any code
+
+    def mark_as_read(self, device: int) -> None:
+        """Let each place drop its objects when `device` puts an object there again."""
+        with _lock:
+            for place in list(self.places):
+                place.read_by.setdefault(device, set()).update(place.objects)
 
 
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
@@ -74,6 +89,76 @@ def store_of(key: Any) -> HostStore:
     """Return the store that all pairs with this key share."""
     with _lock:
         return _stores.get(key) or _stores.setdefault(key, HostStore())
+
+
+class HeldObjects:
+    """The objects that the host holds for one place in a program: see NOTE [held objects].
+
+    Beyond `limit` objects, the place drops the oldest.
+    """
+
+    def __init__(self, store: HostStore, limit: float = math.inf) -> None:
+        self.objects: dict[int, Any] = {}  # number -> object, the oldest first
+        self.read_by: dict[int, set[int]] = {}  # device -> the numbers that the device has read
+        self.store = store  # kept alive, so that a later equal pair can close the store
+        self._limit = limit
+        with _lock:
+            store.places.add(self)
+
+    def put(self, number: int, value: Any, device: int) -> None:
+        """Hold an object under a new number."""
+        with _lock:
+            dropped = [self.objects.pop(number, None) for number in self.read_by.pop(device, ())]
+            self.objects[number] = value
+            while len(self.objects) > self._limit:
+                dropped.append(self.objects.pop(next(iter(self.objects))))
+        del dropped  # release the objects outside the lock, since their finalizers may run any code
+
+    def get(self, number: int, device: int) -> Any:
+        """Return the object with this number.
+
+        Raises:
+            KeyError: if the host does not hold it any more.
+        """
+        with _lock:
+            self.read_by.setdefault(device, set()).add(number)
+            return self.objects[number]
+
+
+def call_on_host(
+    store: HostStore,
+    name: str,
+    run: Callable[..., Sequence[Any]],
+    results: Sequence[Any],
+    operands: Sequence[Any],
+    without_last: Callable[..., Sequence[Any]] | None = None,
+    **options: Any,
+) -> tuple[list[Any], Any]:
+    """Bind a `host_call` of `run(device, *operands)`. Return its results, and the index of the device.
+
+    Within a shard_map, each device makes calls of its own.
+    """
+
+    def named(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        def run_or_explain(*operands: Any) -> Sequence[Any]:
+            device, *arrays = map(np.asarray, operands)  # `pure_callback` passes JAX arrays
+            try:
+                return run(device, *arrays)
+            except Exception as error:
+                store.mark_as_read(int(np.max(device, initial=0)))
+                # From an exception in a callback, XLA keeps the text and the traceback, but not the notes and causes.
+                advice = hint(error, *name.split(" ")[0].rpartition(".")[::2])
+                message = f"{name} raised {type(error).__name__}: {error}{advice and '. '}{advice}"
+                raise RuntimeError(message).with_traceback(error.__traceback__) from error
+
+        return run_or_explain
+
+    axes = manual_axes()
+    device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
+    types = [ShapedArray(t.shape, t.dtype) for t in results]
+    shorter = None if without_last is None else named(without_last)
+    function = HostFunction(name, named(run), types, has_x64=is_set("enable_x64"), without_last=shorter, **options)
+    return host_call_p.bind(device, *operands, payload=function), device
 
 
 class PackSite:
@@ -87,12 +172,7 @@ class PackSite:
     ) -> None:
         self._pack, self._unpack, self._where = pack, unpack, where
         self._type = typeof(tensor)
-        self._n_packed = 0
-        self.payload: dict[int, Any] = {}  # token -> result of the pack hook
-        self.used: dict[int, set[int]] = {}  # device -> the tokens that the device has unpacked
-        self._store = store  # the site keeps its store alive, so that a later equal pair can close the store
-        with _lock:
-            store.sites.add(self)
+        self._packed = HeldObjects(store)
 
     def token(self, tensor: Any) -> jax.Array:
         """Pack a traced tensor on the host, and return the token of the packed value."""
@@ -103,55 +183,29 @@ class PackSite:
         return self._call("unpack_hook", self._get, self._type, token)
 
     def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
-        axes = manual_axes()  # the axes of the enclosing shard_maps, within which each device packs
-        device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
-        function = HostFunction(
-            f"{hook} for {self._where}", lambda *args: [run(*args)], [ShapedArray(result.shape, result.dtype)],
-            _effects(f"{hook} for {self._where}"), _NO_DERIVATIVE, is_set("enable_x64"),
-        )  # fmt: skip
-        (value,) = host_call_p.bind(operand, device, payload=function)
+        name = f"{hook} for {self._where}"
+        (value,), device = call_on_host(
+            self._packed.store, name, run, [result], [operand], effects=_effects(name), no_derivative=_NO_DERIVATIVE
+        )
         return with_varying_axes(value, typeof(device))
 
-    def _put(self, tensor: Any, device: Any) -> np.uint32:
-        with self._naming("pack_hook", int(device)):
-            packed = self._pack(np.require(tensor, requirements="W"))  # a copy, if JAX holds the memory
-        with _lock:
-            dropped = [self.payload.pop(number, None) for number in self.used.pop(int(device), ())]
-            number, self._n_packed = self._n_packed, (self._n_packed + 1) % 2**32
-            self.payload[number] = packed
-        del dropped  # release the values outside the lock, since their finalizers may run any code
-        return np.uint32(number)
+    def _put(self, device: Any, tensor: Any) -> list[Any]:
+        packed = self._pack(np.require(tensor, requirements="W"))  # a copy, if JAX holds the memory
+        token = new_number()
+        self._packed.put(token, packed, int(device))
+        return [np.uint32(token)]
 
-    def _get(self, token: Any, device: Any) -> np.ndarray:
-        number = int(token)
-        with _lock:
-            is_held, packed = number in self.payload, self.payload.get(number)
-            self.used.setdefault(int(device), set()).add(number)
-        if not is_held:
-            raise RuntimeError(
-                f"the result of pack_hook for {self._where} is no longer held: the forward of this program ran again "
-                "after it was used, or the hooks were closed. Run backward before the next forward of the same jitted "
-                "function."
-            )
-        with self._naming("unpack_hook", int(device)):
-            return np.asarray(self._unpack(packed))
-
-    @contextlib.contextmanager
-    def _naming(self, hook: str, device: int) -> Generator[None]:
-        """Add the names of the hook and of the tensor to an exception.
-
-        If a hook raises an exception, all values that are packed at this place of the program are marked as used. The
-        host drops these values when the same device packs a tensor at this place again.
-        """
+    def _get(self, device: Any, token: Any) -> list[Any]:
+        if not token:
+            return [np.zeros(self._type.shape, self._type.dtype)]
         try:
-            yield
-        except Exception as error:
-            with _lock:
-                self.used.setdefault(device, set()).update(self.payload)
-            # From an exception in a callback, XLA keeps the text and the traceback, but not the notes and the causes.
-            advice = hint(error, "", hook)
-            message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
-            raise RuntimeError(message).with_traceback(error.__traceback__) from error
+            packed = self._packed.get(int(token), int(device))
+        except KeyError:
+            raise RuntimeError(
+                "the result of pack_hook is no longer held: the forward of this program ran again after it was used, "
+                "or the hooks were closed. Run backward before the next forward of the same jitted function."
+            ) from None
+        return [np.asarray(self._unpack(packed))]
 
 
 _NO_DERIVATIVE: Final = (
@@ -163,7 +217,7 @@ _NO_DERIVATIVE: Final = (
 @functools.cache
 def _effects(name: str) -> Any:
     # Without an effect, JAX could remove, repeat or move the call in a jaxpr. The effect of `io_callback` forbids this,
-    # but has no public name. (On CPU, XLA may still remove the call: see NOTE [host packs].)
+    # but has no public name. (On CPU, XLA may still remove the call: see NOTE [held objects].)
     effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
     kind: Any = type(next(iter(effects)))
 

@@ -828,6 +828,7 @@ class LayerBlock(NamedTuple):
     origin: Origin  # the origin of the tensors that the layer computes
     origins: Sequence[Origin]  # the origin of each input
     is_left_unpacked: Sequence[bool]  # a mask of the inputs that are not packed
+    is_exact: bool  # whether tensors stay as they are if hooks would round them
 
     def pack(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
@@ -847,20 +848,22 @@ class LayerBlock(NamedTuple):
             return dataclasses.replace(own, layer=own.layer or self.origin.layer, name=name)
 
         left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
+        exact = [id(x) for x in tensors] if self.is_exact else ()  # `forward` of a layer of NumPy may run again on them
         # As in `HookedOperation.rule`, the hooks run in a trace in which the values of the saved tensors are known.
         with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
-            packing = Packing(self.pair, owner, inputs, origin, left, is_users_rule=True)
+            packing = Packing(self.pair, owner, inputs, origin, left, exact=exact, is_users_rule=True)
             return pack_residuals(packing, tensors, outputs)
 
 
-def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:
+def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool) -> LayerBlock:
     """Return the `LayerBlock` that packs the saved tensors of a layer with the inputs `operands`."""
     trace = current_trace()
     if not isinstance(trace, BlockTrace):  # only the trace of the block knows which values the block has computed
-        return LayerBlock(pair, Origin(layer=layer), [], [])
+        return LayerBlock(pair, Origin(layer=layer), [], [], is_exact)
     records = list(map(trace.record_of, operands))
     origin = Origin(layer=layer, source=trace.entry and current(), block=trace.entry)
-    return LayerBlock(pair, origin, [r.origin for r in records], list(map(trace.is_left_unpacked, records)))
+    is_left = list(map(trace.is_left_unpacked, records))
+    return LayerBlock(pair, origin, [r.origin for r in records], is_left, is_exact)
 
 
 def layers_pack_themselves() -> Any:

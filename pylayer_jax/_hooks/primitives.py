@@ -31,7 +31,8 @@ class Error(enum.IntEnum):
     EXACT = 0  # there is none
     UNKNOWN = 1  # hooks of users
     RELATIVE = 2  # each value has an error relative to itself, as in a cast
-    RANGE = 3  # the errors depend on the range of the values along the last axis, as in quantization
+    OVERFLOWING = 3  # the same, but large values become infinite: computed again as for hooks of users
+    RANGE = 4  # the errors depend on the range of the values along the last axis, as in quantization
 
 
 class Rounding(NamedTuple):
@@ -195,8 +196,11 @@ KEPT: Final = Row()
 def _rows() -> dict[str, Row]:
     exact, relative, any_error = Error.EXACT, Error.RELATIVE, tuple(Error)
 
-    def row(names: str, recomputed: Mapping[Error, Condition] | None = None, **facts: bool) -> dict[str, Row]:
-        return {name: Row(recomputed or {}, **facts) for name in names.split()}
+    def row(names: str, recomputed: dict[Error, Condition] | None = None, **facts: bool) -> dict[str, Row]:
+        found = recomputed or {}
+        if Error.UNKNOWN in found:
+            found = found | {Error.OVERFLOWING: found[Error.UNKNOWN]}
+        return {name: Row(found, **facts) for name in names.split()}
 
     def elementwise(range_: Condition | None = None, integers: bool = False) -> dict[Error, Condition]:
         found = {exact: _always, relative: _always}

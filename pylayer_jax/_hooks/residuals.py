@@ -380,7 +380,7 @@ class Packing(NamedTuple):
     left_unpacked: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
     equations: Mapping[int, tuple[Any, Equation]] = {}  # as in `Recorder`
     amplified: Collection[int] = ()  # ids of operands that pairs that round pack themselves
-    compared: Collection[int] = ()  # ids of operands that are not rounded
+    exact: Collection[int] = ()  # ids of tensors that are not rounded
     # Whether a rule of a user saved the tensors. It may compare two of them, and XLA rounds an expression differently
     # in another fusion. So they are computed again by moves only. tests: hooks/test_recompute.py
     is_users_rule: bool = False
@@ -457,7 +457,7 @@ class _Packer:
         residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
         if self.packing.is_users_rule and not _only_moves(residual):
             return None
-        if id(value) in self.packing.compared and _roundings_in(residual):
+        if id(value) in self.packing.exact and _roundings_in(residual):
             return None
         return residual
 
@@ -477,7 +477,10 @@ class _Packer:
             array = value if hasattr(value, "ndim") else as_arrays([value])[0]
             steps = steps_for(self.pair, array, self._where(value), self._origin_of(value))
             roundings = roundings_of(steps, array)
-            if id(value) in self.packing.compared and max(roundings, default=EXACT).error > Error.UNKNOWN:
+            if id(value) in self.packing.exact and max(roundings, default=EXACT).error not in (
+                Error.EXACT,
+                Error.UNKNOWN,
+            ):
                 steps, roundings = (), frozenset[Rounding]()
             self._steps[id(value)] = steps, roundings
         return self._steps[id(value)]

@@ -1,7 +1,7 @@
 """Defines the primitive `host_call`, which calls a Python function on NumPy arrays each time a program runs.
 
-    x:f32[8,3] = host_call[name=unpack_hook] token
-    y:f32[3]   = host_call[name=Erf.forward] x
+    x:f32[8,3]        = host_call[name=unpack_hook] device token
+    y:f32[3] n:u32[2] = host_call[name=Erf.forward] device x
 
 NOTE [host calls]
 `io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, JAX needs a thread for
@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .rule_function import ObjectPrimitive, merge
-from .traces import ShapedArray, buffer_callback, io_callback, is_staging, mlir
+from .rule_function import ObjectPrimitive, merge, payload_of
+from .traces import ShapedArray, buffer_callback, io_callback, is_staging, mlir, partial_eval
 from .types import as_arrays
 
 host_call_p = ObjectPrimitive("host_call")
@@ -35,10 +35,11 @@ class HostFunction(NamedTuple):
     name: str
     run: Callable[..., Sequence[Any]]
     results: Sequence[Any]  # the types of the results
-    effects: Any  # of a hook; a layer's methods have none, so JAX may drop or repeat their calls
     no_derivative: str  # the message of the error that a derivative raises
     has_x64: bool  # `jax_enable_x64` where the call is traced; where JAX lowers it, the flag may differ
+    effects: Any = frozenset()  # of a hook; a layer's methods have none, so JAX may drop or repeat their calls
     takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them
+    without_last: Callable[..., Sequence[Any]] | None = None  # a `run` for code that does not read the last result
 
 
 def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
@@ -91,7 +92,7 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
             np.asarray(out)[...] = value
 
     # XLA may remove a call that has no side effect. For calls of pack hooks, this removal is intentional: see NOTE
-    # [host packs] in `_hooks/host.py`.
+    # [held objects] in `_hooks/host.py`.
     results = [jax.ShapeDtypeStruct(t.shape, _in_bytes(t.dtype)) for t in function.results]
     values = buffer_callback(run, results, has_side_effect=False)(*(x.astype(_in_bytes(x.dtype)) for x in args))
     return [x.astype(t.dtype) for x, t in zip(values, function.results, strict=True)]
@@ -153,6 +154,19 @@ def _evaluate(function: HostFunction, *args: Any) -> list[Any]:
 def _refuse_derivative(function: HostFunction, *_: Any) -> Any:
     raise TypeError(function.no_derivative)
 
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Remove an equation that no code reads, or its last result: a rule of `partial_eval.dce_rules`."""
+    equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
+    function = payload_of(equation)
+    is_read = any(used) or bool(function.effects)
+    if is_read and function.without_last is not None and not used[-1]:
+        shorter = function._replace(run=function.without_last, results=function.results[:-1], without_last=None)
+        equation = equation.replace(params=host_call_p.params_of(shorter), outvars=equation.outvars[:-1])
+    return [is_read] * len(equation.invars), equation if is_read else None
+
+
+partial_eval.dce_rules[host_call_p] = _drop_unused
 
 host_call_p.register(
     evaluate=_evaluate,
