@@ -300,8 +300,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if not length:
                 return x
             sharding = explicit_sharding(x)
-            codes, smallest, second, high = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return _Quantized(codes, smallest, second, high, bits, length, x.dtype, sharding)
+            codes, smallest, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
+            return _Quantized(codes, smallest, low, high, bits, length, x.dtype, sharding)
 
         settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 3))
         step = Step(pack, _restored, rounding=lambda x: error if length_of(x) else EXACT)
@@ -428,7 +428,7 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 class _Quantized(NamedTuple):
     codes: Any  # uint8[..., blocks, length]; for 4 bits, each uint8 holds two codes
     smallest: Any  # the smallest value of each block
-    second: Any  # the smallest of the larger values, or inf if all values are equal
+    low: Any  # the smallest of the larger values, or the largest finite one if there are none
     high: Any  # the largest finite value
     bits: int
     length: int
@@ -447,7 +447,8 @@ def _quantize(
     smallest, second, high = _ends(x)
     constants = jnp.uint8(2**bits - 2), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
     high, smallest_code, nan_code, position = _depending_on(high, *constants)
-    low, half = _low_and_half_step(second, high, bits)
+    low = jnp.minimum(second, high)
+    half = _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 0.5 / half, 0)
     exact = x * _in_blocks(inverse, x) - _in_blocks(low * inverse - (0 if stochastic else 0.5), x)
     exact = exact + _dither(x, position) if stochastic else exact
@@ -458,11 +459,12 @@ def _quantize(
     middle = low - (low * 0.5 - smallest * 0.5)  # XLA would compute the sum of the halves as (a + b) / 2: an overflow
     codes = jnp.where(x <= _in_blocks(middle, x), smallest_code, codes)
     codes = jnp.where(x < jnp.inf, codes, nan_code)
+    smallest = jnp.where(smallest < jnp.inf, smallest, low)  # `jax.debug_infs` would report inf in a block of NaN
     if bits == 4:
         if length % 2:
             codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
         codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return codes, smallest, second, high
+    return codes, smallest, low, high
 
 
 def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
@@ -505,17 +507,16 @@ def _ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jax.lax.reduce(operands, tuple(jnp.asarray(end, x.dtype) for end in ends), reducer, (x.ndim - 1,))
 
 
-def _low_and_half_step(second: jax.Array, high: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    low = jnp.minimum(second, high)
+def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
     # `high - low` may overflow; the difference of the halves does not.
-    return low, (high * 0.5 - low * 0.5) / (2**bits - 3)
+    return (high * 0.5 - low * 0.5) / (2**bits - 3)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _dequantize(
     codes: jax.Array,
     smallest: jax.Array,
-    second: jax.Array,
+    low: jax.Array,
     high: jax.Array,
     bits: int,
     length: int,
@@ -526,7 +527,7 @@ def _dequantize(
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)[..., :length]
     high, nan = _depending_on(high, jnp.asarray(jnp.nan, high.dtype))
     x = codes.astype(high.dtype)
-    low, half = _low_and_half_step(second, high, bits)
+    half = _half_step(low, high, bits)
     half, smallest, low, high = (_in_blocks(numbers, x) for numbers in (half, smallest, low, high))
     # Because of a rounding error, the value could leave the range of the block, and a positive value could become
     # negative. Therefore clamp. `2 * half` may overflow. Therefore add `x * half` twice.

@@ -694,7 +694,8 @@ class BlockTrace(PassThroughTrace):
                 equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args):
                 # In eager mode, an operand of a sum may be the last reference to an array.
-                leaves = args if self.is_staging else list(map(_reference, args))
+                is_sum = sum([not is_number(x) for x in args]) > 1
+                leaves = list(map(_reference, args)) if is_sum and not self.is_staging else args
                 equation = operation.equation(_inputs(leaves, records), values[0])
         self.set_record(values, ValueRecord(place, origin, equation))
 

@@ -279,7 +279,9 @@ def test_the_total_is_what_vjp_holds(name, around):
     # Hooks pack a scan in each iteration and a shard_map by shard in traced code, and as a whole in eager mode.
     traced = around.startswith("block") and name not in ("operations", "step", "steps", "vmap", "cond")
     vjp = jax.jit(lambda x, w: jax.vjp(loss, x, w)[1]) if traced else lambda x, w: jax.vjp(loss, x, w)[1]
-    assert report.total_bytes + report.input_bytes == bytes_held(vjp(TALL, WIDE)) > 0
+    predicate = 1 if name == "cond" else 0  # a concrete one is no residual
+    held = bytes_held(vjp(TALL, WIDE))
+    assert held <= report.total_bytes + report.input_bytes <= held + predicate
     assert all(row.source.startswith("test_report.py:") for row in report.rows if row.kind in ("layer", "operation"))
     if around in ("", "jit"):
         assert {row.times for row in layer_rows(report)} == TIMES.get(name, set())
@@ -301,12 +303,12 @@ def test_what_is_packed_on_the_host(name, mode, tmp_path):
         packed = [row for row in report.rows if row.note]
         assert {(row.layer, row.name) for row in packed} >= {("Tanh", "saved[0]"), ("ForwardTanh", "saved[0]")}
         assert report.input_bytes == 0
-    assert cpu.total_bytes == 0
+    assert cpu.total_bytes == sum(row.packed_bytes for row in cpu.rows if row.kind == "constant")  # numbers
     assert cpu.host_bytes == sum(row.bytes for row in cpu.rows if "in host memory" in row.note)
     # What follows from a packed tensor is not kept.
     assert cpu.host_bytes <= cpu.total_unpacked_bytes + plain.input_bytes
     assert cpu.total_unpacked_bytes == plain.total_bytes
-    assert all("host" in row.note for row in disk.rows if row.dtype == "float32")
+    assert all("host" in row.note for row in disk.rows if row.dtype == "float32" and row.shape and row.packed_bytes)
     assert disk.total_bytes < 200
     assert disk.total_unpacked_bytes == cpu.total_unpacked_bytes
 
