@@ -311,7 +311,7 @@ def _recomputed_row(value: Value) -> SavedTensor:
         bytes=math.prod(n for n in value.aval.shape if n) * value.aval.dtype.itemsize,
         packed_bytes=0,
         source=line_of(one.equations),
-        note="computed again",
+        note=f"computed again from {one.recomputed_from}",
         is_recomputed=True,
     )
 
@@ -389,6 +389,7 @@ class Value:
     times: int = 1  # the number of iterations, each of which computes one `part`
     whole: Value | None = None  # for a slice, which an inner jaxpr gets: the operand of the scan or shard_map
     layer: str = ""  # of the result of a `Mark`: the layer that saved the tensor
+    recomputed_from: str | None = None  # of the result of a `Mark`: the names of other tensors
 
     @property
     def bytes(self) -> int:
@@ -598,8 +599,15 @@ def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[lis
     """
     tensor, origin = operands[-1], mark.origin  # the operands before it are constants of batched code
     name = origin.name or origin.operation
-    kind = "recomputed" if mark.is_recomputed else "mark"
-    result = Value(equation.outvars[0].aval, kind, name, tensor.equations, layer=origin.layer)
+    kind = "mark" if mark.recomputed_from is None else "recomputed"
+    result = Value(
+        equation.outvars[0].aval,
+        kind,
+        name,
+        tensor.equations,
+        layer=origin.layer,
+        recomputed_from=mark.recomputed_from,
+    )
     return [result], [Note(tensor, "", name, ())] if tensor.kind == "operation" and name else []
 
 

@@ -106,7 +106,7 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> loss = recompute_saved()(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> report = saved_tensors_report(loss, jnp.ones((64, 64)), jnp.ones((256, 64)))
         >>> report.total_unpacked_bytes, report.total_bytes
-        (330496, 65536)
+        (327688, 65544)
 
     A tensor is kept if it is the result of a matrix product, a convolution, a reduction, a comparison, a loop, a custom
     rule, or of another operation that is not cheap. Elementwise operations such as a gelu, a normalization or a product

@@ -290,7 +290,7 @@ class HookedOperation(RuleFunction):
         consts, args = primals[: self.n_consts], primals[self.n_consts :]
         done: dict[int, Equation] = {}
         equations = {
-            i: e.with_leaves(lambda x: args[x.index] if isinstance(x, _Position) else x, done)
+            i: e.with_leaves(lambda x: args[x.number] if isinstance(x, _Position) else x, done)
             for i, e in self.expressions.items()
         }
         of_operands = {id(args[i]): (args[i], e) for i, e in equations.items() if i not in self.left_unpacked}
@@ -716,7 +716,7 @@ _CONSTANT: Final = ValueRecord(Place.CONSTANT)
 
 
 class _Position(NamedTuple):
-    index: int  # among the operands of a `HookedOperation`
+    number: int  # among the operands of a `HookedOperation`
 
 
 def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Equation], Values]:

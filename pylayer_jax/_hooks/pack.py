@@ -133,6 +133,7 @@ class Pair:
     def __post_init__(self) -> None:
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
+        self.names = WeakTable()  # for the report: what is kept for a tensor -> the name of the tensor
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
         self.seen: dict[str, None] = {}  # names of kept tensors, recorded while keys are unmatched

@@ -51,7 +51,7 @@ class Equation:
 
     __slots__ = ("aval", "depth", "inputs", "params", "primitive")
 
-    def __init__(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], aval: Any) -> None:
+    def __init__(self, primitive: Any, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> None:
         self.primitive, self.params, self.inputs, self.aval = primitive, params, inputs, aval
         self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Equation)], default=0)
 
@@ -211,7 +211,7 @@ def _rows() -> dict[str, Row]:
     of_integers = dict.fromkeys(any_error, _of_integers)
     cast = {exact: _to_float, Error.UNKNOWN: _widens, relative: _to_float, Error.RANGE: _to_float}
     only_exact: dict[Error, Condition] = {exact: _always}
-    view = {"is_view": True, "keeps_nothing": True}
+    view: dict[str, Any] = {"is_view": True, "keeps_nothing": True}
     # The difference of near values multiplies a relative error.
     sums = elementwise(_either(_moves_range_once, _near_one), integers=True) | {
         relative: _either(_of_integers, _of_one)
@@ -251,5 +251,5 @@ ROWS: Final = _rows()
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
-    is_other = is_tracer(value) or isinstance(value, (Equation, weakref.ref))
+    is_other = is_tracer(value) or type(value) in (Equation, weakref.ref)
     return not is_other and np.ndim(value) == 0

@@ -354,8 +354,8 @@ class Mark(RuleFunction):
     the shape is f32[3,0,8,4] in a scan of length 3.
     """
 
-    def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
-        self.name, self.origin, self.is_recomputed = "mark", origin, is_recomputed
+    def __init__(self, aval: Any, origin: Origin, recomputed_from: str | None) -> None:
+        self.name, self.origin, self.recomputed_from = "mark", origin, recomputed_from
         self.jaxpr, _, _ = stage(lambda x: ([jax.lax.slice_in_dim(x[None], 0, 0)], None), [aval], self.name)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -618,6 +618,10 @@ class _Packer:
             ]
             residuals, outputs = _behind_one_barrier(residuals, outputs)
         self._residuals |= zip(self._chosen, residuals, strict=True)
+        if is_reported.value:
+            for (x, _), residual in zip(self._chosen.values(), residuals, strict=True):
+                kept = residual.function if isinstance(residual, Residual) else residual
+                self.pair.names.put(kept, next(iter(self._origin_of(x).keys), ""))
         self._put_derived()
         return outputs
 
@@ -673,7 +677,12 @@ class _Packer:
         recomputed_ = {id(x): x for x, _ in self._tensors.values() if id(x) in self._derived and np.ndim(x)}
         shown = [*recomputed_.values(), *[x for x, _ in self._chosen.values()]]
         hidden = [x for x in shown if isinstance(self.get(x), Residual)]
-        return [*_marks(self.packing, shown, recomputed_), *_largest(hidden)]
+        sources = {key: self._names_of_sources(self.get(x)) for key, x in recomputed_.items()}
+        return [*_marks(self.packing, shown, sources), *_largest(hidden)]
+
+    def _names_of_sources(self, residual: Any) -> str:
+        names = [self.pair.names.get(x) for x in (*_functions_of(residual), *leaves_of(residual))]
+        return ", ".join(dict.fromkeys(name for name in names if name)) or "inputs"
 
 
 def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]]], int]:
@@ -724,7 +733,7 @@ def _own_rounding(value: Any) -> Rounding:
 
 def _n_bytes(aval: Any) -> float:
     """Return the size of an array in bytes; infinity if `jax.export` has symbolic dimensions, and 0 for a number."""
-    size = math.prod(aval.shape)
+    size: Any = math.prod(aval.shape)
     return (size * aval.dtype.itemsize if aval.shape else 0) if isinstance(size, int) else math.inf
 
 
@@ -750,17 +759,12 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
     return of_bound, values[: len(outputs)]
 
 
-def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
-    """Apply a `Mark` to each tensor in `tensors` that hooks can pack. Return the marks, which are empty arrays.
-
-    If no report is being made, return an empty list.
-
-    `recomputed`: ids of recomputed tensors.
-    """
+def _marks(packing: Packing, tensors: Sequence[Any], sources: Mapping[int, str]) -> list[Any]:
+    """Return a `Mark` of each tensor for the report. `sources`: from what backward computes a tensor again."""
     if not is_reported.value:
         return []
     shown = {id(x): x for x in tensors if not _is_never_packed(x, is_staging())}.values()
-    return [apply(Mark(typeof(x), packing.origin_of(x, 0), id(x) in recomputed), [x])[0] for x in shown]
+    return [apply(Mark(typeof(x), packing.origin_of(x, 0), sources.get(id(x))), [x])[0] for x in shown]
 
 
 def _largest(tensors: Sequence[Any]) -> list[Any]:

@@ -88,6 +88,12 @@ def test_one_array_is_kept_for_an_activation(name):
     assert report.total_unpacked_bytes >= 2 * X.nbytes
 
 
+def test_the_report_says_from_what_a_tensor_is_computed_again():
+    for pair in (recompute_saved(), cast_saved(), quantize_saved()):
+        report = saved_tensors_report(pair(lambda w, x: jnp.sum(jax.nn.gelu(x @ w))), W, X)
+        assert {row.note for row in report.rows if row.is_recomputed} == {"computed again from matmul"}
+
+
 def test_recompute_false_keeps_each_tensor():
     f = lambda w, x: jnp.sum(jnp.sin(jax.nn.gelu(x @ w)))  # noqa: E731
     kept = {flag: saved_tensors_report(cast_saved(recompute=flag)(f), W, X).total_bytes for flag in (True, False)}
