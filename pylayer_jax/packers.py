@@ -58,6 +58,10 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _has_rows(x: Any) -> bool:
+    return x.shape[-1:] not in ((), (1,))
+
+
 class _ReadyPair(saved_tensors_hooks):
     """Base class of the ready pairs, except `chain` and `by_name`.
 
@@ -215,7 +219,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         # A rounded number, or statistic of a row, would move a whole row that backward computes from it.
         # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
         def is_narrowed(x: Any) -> bool:
-            return _is_float(x) and x.dtype.itemsize > narrow.itemsize and np.shape(x)[-1:] not in ((), (1,))
+            return _is_float(x) and x.dtype.itemsize > narrow.itemsize and _has_rows(x)
 
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
@@ -304,7 +308,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return _Quantized(codes, smallest, low, high, bits, length, x.dtype, sharding)
 
         settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 3))
-        step = Step(pack, _restored, rounding=lambda x: error if length_of(x) else EXACT)
+        step = Step(pack, _restored, rounding=lambda x: error if _is_float(x) and _has_rows(x) else EXACT)
         super().__init__(quantize_saved, settings, step, recompute, arguments, only)
 
 
@@ -344,7 +348,11 @@ def _block_length(x: Any, largest: int) -> int:
     length = x.shape[-1]
     if not isinstance(length, int):  # `jax.export` makes symbolic lengths
         return 1
-    in_shard = length // shard_counts(x)[-1]
+    return _length_of_block(length // shard_counts(x)[-1], largest)
+
+
+@functools.cache
+def _length_of_block(in_shard: int, largest: int) -> int:
     divisors = [n for n in range(1, in_shard + 1) if in_shard % n == 0] if in_shard <= largest else _divisors(in_shard)
     fitting = max(n for n in divisors if n <= largest)
     return fitting if fitting >= min(in_shard, largest // 8) else min(n for n in divisors if n > largest)

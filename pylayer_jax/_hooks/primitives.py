@@ -98,7 +98,7 @@ class Operand(NamedTuple):
     @property
     def moves_range(self) -> bool:
         """Whether adding or multiplying by this operand could make the range of a row smaller or larger."""
-        return not self.is_exact and np.shape(self.aval)[-1:] not in ((), (1,))
+        return not self.is_exact and self.aval.shape[-1:] not in ((), (1,))
 
 
 Condition = Callable[[Equation, Sequence[Operand]], bool]
@@ -127,8 +127,8 @@ def _to_float(equation: Equation, operands: Sequence[Operand]) -> bool:
 
 def _keeps_rows(equation: Equation, operands: Sequence[Operand]) -> bool:
     """Return False for [8] to [8, 1]: one row, whose error depends on all values, becomes eight rows of one value."""
-    ends = [np.shape(x.aval)[-1:] for x in operands]
-    return np.shape(equation.aval)[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
+    ends = [x.aval.shape[-1:] for x in operands]
+    return equation.aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
 def _moves_range_once(_: Equation, operands: Sequence[Operand]) -> bool:
