@@ -399,7 +399,8 @@ def fact(deep: dict[str, Any]) -> str:
     def taken(name: str) -> str:
         memory = " and ".join(f"{mib(programs[name]['temp_bytes']):.0f}" for programs in deep.values())
         more = max(programs[name]["operations"] / programs["plain"]["operations"] - 1 for programs in deep.values())
-        return f"{memory} MiB" + ("" if name == "plain" else f", with {more:.0%} more operations")
+        count = f"{more:.0%} more" if more >= 0.01 else "hardly more"
+        return f"{memory} MiB" + ("" if name == "plain" else f", with {count} operations")
 
     error = max(programs["`quantize_saved(8)`"]["error"] for programs in deep.values())
     return (
@@ -421,7 +422,8 @@ def shown_error(row: dict[str, Any]) -> str:
 
 
 def more_operations(row: dict[str, Any], plain: dict[str, Any]) -> str:
-    return f"{row['operations'] / plain['operations'] - 1:+.0%}".replace("%", " %")
+    more = f"{row['operations'] / plain['operations'] - 1:+.0%}"
+    return more.replace("-0%", "+0%").replace("%", " %")
 
 
 def deep_table(programs: dict[str, Any]) -> str:
