@@ -122,10 +122,9 @@ def _facts_of(params: dict[str, Any]) -> _Facts:
 def _found_facts(params: dict[str, Any]) -> _Facts:
     jaxpr, _ = jaxpr_and_consts(params["jaxpr"])
     has_loop = has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")
-    has_rule = any(has_equation(jaxpr, name) for name in _CUSTOM_RULES)
     is_users = bool(jaxpr.eqns) and bool(summarize(jaxpr.eqns[0].source_info))
     if short_jaxpr(params) is None or any(inner_jaxprs(e.params) for e in jaxpr.eqns):
-        return _Facts(False, None, has_loop, has_rule, is_users)
+        return _Facts(False, None, has_loop, _has_rule(jaxpr), is_users)
     rows = [(e, ROWS.get(e.primitive.name, KEPT)) for e in jaxpr.eqns]
     is_view = [row.is_view or not any(has_tangent(v.aval) for v in e.outvars) for e, row in rows]
     factors = [e.invars[e.primitive.name == "div" :] for e, row in rows if not row.keeps_nothing and row.keeps_numbers]
@@ -137,7 +136,11 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         tuple(position_of[v] for v in atoms if v in position_of) for atoms in factors if not any(map(is_literal, atoms))
     ]
     keeps_nothing = all(row.keeps_nothing or row.keeps_numbers for _, row in rows) and all(numbers)
-    return _Facts(all(is_view), numbers if keeps_nothing else None, has_loop, has_rule, is_users)
+    return _Facts(all(is_view), numbers if keeps_nothing else None, has_loop, _has_rule(jaxpr), is_users)
+
+
+def _has_rule(jaxpr: Any) -> bool:
+    return any(has_equation(jaxpr, name) for name in _CUSTOM_RULES)
 
 
 class Operation(NamedTuple):
@@ -164,17 +167,22 @@ class Operation(NamedTuple):
     @property
     def is_users_rule(self) -> bool:
         """Whether a rule of a user may save tensors in this operation."""
-        if not self.is_jitted:
-            return self.kind in _CUSTOM_RULES
-        facts = _facts_of(self.params)
-        return facts.has_rule and facts.is_users
+        if self.is_jitted:
+            facts = _facts_of(self.params)
+            return facts.has_rule and facts.is_users
+        # A shard_map gives the trace a function and no jaxpr.
+        is_rule = self.kind in (*_CUSTOM_RULES, "shard_map")
+        return is_rule or any(map(_has_rule, inner_jaxprs(self.params)))
 
-    def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        """Return whether the vjp function of this operation keeps no array. Then the hooks have nothing to pack."""
+    def keeps_nothing(self, args: Sequence[Any], pair: Pair) -> bool:
+        """Return whether the vjp function keeps no array that hooks pack. Hooks of users see numbers too."""
         if row := self.row:
-            return row.keeps_nothing or (row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
+            is_number_kept = row.keeps_numbers and pair.recomputes and any(map(is_number, args[self.kind == "div" :]))
+            return row.keeps_nothing or is_number_kept
         numbers = _facts_of(self.params).numbers if self.is_jitted else None
-        return numbers is not None and all(any(is_number(args[i]) for i in positions) for positions in numbers)
+        if numbers is None or (numbers and not pair.recomputes):
+            return False
+        return all(any(is_number(args[i]) for i in positions) for positions in numbers)
 
     def equation(self, inputs: Sequence[Any], value: Any) -> Equation | None:
         """Return an equation of the result, or None if backward may not compute it again from any operands."""
@@ -385,7 +393,7 @@ def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
     if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
-    if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args):
+    if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args, pair):
         return Outcome.SUSPEND
     return Outcome.PACK_INSIDE if _packs_inside(operation, examples, pair) else Outcome.HOOK
 
@@ -692,7 +700,7 @@ class BlockTrace(PassThroughTrace):
             # Only the trace of a pair that recomputes asks for the equations of values of the block.
             if place is Place.OUTSIDE and not self.pair.packs_arguments:
                 equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
-            elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args):
+            elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
                 # In eager mode, an operand of a sum may be the last reference to an array.
                 is_sum = sum([not is_number(x) for x in args]) > 1
                 leaves = list(map(_reference, args)) if is_sum and not self.is_staging else args

@@ -455,11 +455,10 @@ class _Packer:
 
     def _recalled(self, value: Any) -> Any:
         residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
-        if self.packing.is_users_rule and not _only_moves(residual):
+        is_exact = id(value) in self.packing.exact
+        if (self.packing.is_users_rule or is_exact) and not _only_moves(residual):
             return None
-        if id(value) in self.packing.exact and _roundings_in(residual):
-            return None
-        return residual
+        return None if is_exact and _roundings_in(residual) else residual
 
     def _origin_of(self, value: Any) -> Origin:
         return self.packing.origin_of(value, self._index_of(value))
@@ -530,7 +529,7 @@ class _Packer:
 
     def _may_derive(self, value: Any) -> bool:
         found = self._derivation(value)
-        if id(value) in found.missing or self._is_constant(value):
+        if id(value) in found.missing or self._is_constant(value) or id(value) in self.packing.exact:
             return False
         if not self.pair.steps and not is_selected(self.pair.only, value, self._where(value), self._origin_of(value)):
             return False  # the predicate of `recompute_saved`

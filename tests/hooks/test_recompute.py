@@ -136,7 +136,15 @@ row_max.defvjp(
     lambda x: (row_max(x), (x, x.max(-1, keepdims=True))), lambda r, g: (g * (r[0] == r[1]).astype(g.dtype),)
 )
 
-COMPARING = {"layer": RowMax.apply, "custom_vjp": row_max, "jitted custom_vjp": jax.jit(lambda x: row_max(x) * 2.0)}
+COMPARING = {
+    "layer": RowMax.apply,
+    "custom_vjp": row_max,
+    "jitted custom_vjp": jax.jit(lambda x: row_max(x) * 2.0),
+    "in a cond": lambda x: jax.lax.cond(x[0, 0] > -9.0, row_max, lambda x: x[:, :1], x),
+    "in a checkpoint": jax.checkpoint(row_max),
+    "in a scan": lambda x: jax.lax.scan(lambda c, _: (c + row_max(x), None), jnp.zeros((32, 1)), None, length=2)[0],
+    "in a vmap": jax.vmap(lambda x: row_max(x[None])[0]),
+}
 
 
 @pytest.mark.parametrize("pair", EXACT)
@@ -144,7 +152,8 @@ COMPARING = {"layer": RowMax.apply, "custom_vjp": row_max, "jitted custom_vjp": 
 @pytest.mark.parametrize("activation", ["gelu", "norm and silu"])
 def test_rules_that_compare_what_they_saved(activation, kind, pair):
     f = lambda w, x: jnp.sum(COMPARING[kind](ACTIVATIONS[activation](x @ w)) ** 2)  # noqa: E731
-    assert error(gradient(EXACT[pair]()(f)), gradient(f), W, X) < 1e-5
+    for mode in ("jit of grad", "eager"):
+        assert error(MODES[mode](EXACT[pair]()(f)), gradient(f), W, X) < 1e-5
 
 
 # -- pairs that round ----------------------------------------------------------------------------------
