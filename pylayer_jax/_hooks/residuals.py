@@ -476,10 +476,8 @@ class _Packer:
             array = value if hasattr(value, "ndim") else as_arrays([value])[0]
             steps = steps_for(self.pair, array, self._where(value), self._origin_of(value))
             roundings = roundings_of(steps, array)
-            if id(value) in self.packing.exact and max(roundings, default=EXACT).error not in (
-                Error.EXACT,
-                Error.UNKNOWN,
-            ):
+            is_rounded = max(roundings, default=EXACT).error not in (Error.EXACT, Error.UNKNOWN)
+            if is_rounded and id(value) in self.packing.exact:
                 steps, roundings = (), frozenset[Rounding]()
             self._steps[id(value)] = steps, roundings
         return self._steps[id(value)]
@@ -514,6 +512,9 @@ class _Packer:
                     key in shared or not has_tangent(x) or _size(x) * 16 < gain for key, x in missing.items()
                 )
                 is_worth = cost < gain or (is_as_good and cost <= gain * 17 / 16)
+                if is_worth:  # a rounded mean would move all that is computed from it
+                    small = [y for y in missing.values() if _size(y) * 16 < gain and self._steps_for(y)[1]]
+                    self._steps |= {id(y): ((), frozenset[Rounding]()) for y in small}
                 self._choose([*missing.values()] if is_worth else [x])
             else:
                 self._derived[id(x)] = x
