@@ -109,8 +109,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
         >>> loss = recompute_saved()(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> report = saved_tensors_report(loss, jnp.ones((64, 64)), jnp.ones((256, 64)))
-        >>> report.total_unpacked_bytes, report.total_bytes
-        (327688, 65544)
+        >>> report.total_bytes < report.total_unpacked_bytes / 4
+        True
 
     A tensor is kept if it is the result of a matrix product, a convolution, a reduction, a comparison, a loop, a custom
     rule, or of another operation that is not cheap. Elementwise operations such as a gelu, a normalization or a product
@@ -184,8 +184,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
         >>> loss = cast_saved()(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
         >>> report = saved_tensors_report(loss, jnp.ones((8, 4)), jnp.ones((2, 8)))
-        >>> report.total_unpacked_bytes, report.total_bytes
-        (32, 16)
+        >>> report.total_bytes <= report.total_unpacked_bytes / 2
+        True
 
     Tensors that are not wider than `dtype`, and those whose last axis has length 1, are not packed. bfloat16 has the
     range of float32, and a cast to bfloat16 changes a value by at most 1 part in 256. float16 is more exact, but its

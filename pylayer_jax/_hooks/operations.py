@@ -698,7 +698,9 @@ class BlockTrace(PassThroughTrace):
         equation = None
         if len(values) == 1 and operation.primitive:
             # Only the trace of a pair that recomputes asks for the equations of values of the block.
-            if place is Place.OUTSIDE and not self.pair.packs_arguments:
+            # A residual leaves its shard_map as varying, and cannot be made so again.
+            is_varied = operation.kind in ("pcast", "pvary")
+            if place is Place.OUTSIDE and not self.pair.packs_arguments and not is_varied:
                 equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
                 # In eager mode, an operand of a sum may be the last reference to an array.

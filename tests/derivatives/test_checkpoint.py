@@ -197,7 +197,7 @@ def test_what_a_policy_keeps_is_packed_by_a_block_around():
     x, w = jnp.ones((40, 64)), jnp.eye(64) / 2
     _, pull = jax.vjp(quantize_saved(8)(lambda x, w: kept(jnp.sin(x), w)), x, w)
     kinds = [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size == x.size and leaf is not x]
-    assert len(kinds) >= 4  # the argument of `kept`, and three products
+    assert len(kinds) >= 3  # the products; the argument of `kept` is computed again
     assert set(kinds) == {np.dtype(np.uint8)}
 
 

@@ -72,7 +72,9 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "jit of grad" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 @pytest.mark.parametrize("pair", EXACT)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_exact_pairs_keep_the_gradient(name, pair, mode):
