@@ -529,8 +529,15 @@ class _Packer:
         return self._derivation(value).missing if self._may_derive(value) else None
 
     def _may_derive(self, value: Any) -> bool:
+        if id(value) in self.packing.exact:
+            return False
+        if self._is_constant(value):  # it may follow from other numbers
+            found = (
+                self._by_equation(self.packing.equations[id(value)][1]) if id(value) in self.packing.equations else None
+            )
+            return found is not None and not found.missing
         found = self._derivation(value)
-        if id(value) in found.missing or self._is_constant(value) or id(value) in self.packing.exact:
+        if id(value) in found.missing:
             return False
         if not self.pair.steps and not is_selected(self.pair.only, value, self._where(value), self._origin_of(value)):
             return False  # the predicate of `recompute_saved`
@@ -630,7 +637,8 @@ class _Packer:
         self._derivations.clear()
         n_before = len(self._derived)
         for x in outputs:
-            if id(x) in self.packing.equations and self.get(x) is None and not self._derivation(x).missing:
+            is_open = id(x) in self.packing.equations and not self._is_constant(x) and self.get(x) is None
+            if is_open and not self._derivation(x).missing:
                 self._derived[id(x)] = x
         if len(self._derived) > n_before:
             self._put_derived()
@@ -640,7 +648,7 @@ class _Packer:
     def _put_derived(self) -> None:
         done: dict[int, Any] = {}
         for x in self._derived.values():
-            self._residuals[id(x)] = self._residual_of(x, done)
+            self._residuals[id(x)] = self._residual_of(self.packing.equations[id(x)][1], done)
 
     def _residual_of(self, value: Any, done: dict[int, Any]) -> Any:
         """Return the residual of a value or an `Equation`, or None for a constant."""
