@@ -130,7 +130,7 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
     factors = [e.invars[e.primitive.name == "div" :] for e, row in rows if not row.keeps_nothing and row.keeps_numbers]
     position_of = {v: i for i, v in enumerate(jaxpr.invars)}
     for e, row in rows:
-        if row.is_view and not e.outvars[0].aval.shape and e.invars[0] in position_of:
+        if row.is_view and not e.outvars[0].aval.shape and not is_literal(e.invars[0]) and e.invars[0] in position_of:
             position_of[e.outvars[0]] = position_of[e.invars[0]]  # a number in another dtype
     numbers = [
         tuple(position_of[v] for v in atoms if v in position_of) for atoms in factors if not any(map(is_literal, atoms))
@@ -698,9 +698,7 @@ class BlockTrace(PassThroughTrace):
         equation = None
         if len(values) == 1 and operation.primitive:
             # Only the trace of a pair that recomputes asks for the equations of values of the block.
-            # A residual leaves its shard_map as varying, and cannot be made so again.
-            is_varied = operation.kind in ("pcast", "pvary")
-            if place is Place.OUTSIDE and not self.pair.packs_arguments and not is_varied:
+            if place is Place.OUTSIDE and not self.pair.packs_arguments:
                 equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
                 # In eager mode, an operand of a sum may be the last reference to an array.

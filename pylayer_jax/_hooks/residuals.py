@@ -436,7 +436,9 @@ class _Packer:
 
     def __init__(self, packing: Packing, tensors: Sequence[Any]) -> None:
         self.packing, self.pair = packing, packing.pair
-        self._tensors = {id(x): (x, i) for i, x in reversed(list(enumerate(tensors)))}
+        self._tensors: dict[int, tuple[Any, int]] = {}  # each tensor once, with its first index
+        for i, x in enumerate(tensors):
+            self._tensors.setdefault(id(x), (x, i))
         self._residuals = {id(x): residual for x, residual in packing.left_unpacked}  # None: there is none
         # In eager mode, such an operand may be a scalar that the block computed. This is a residual, not a constant.
         self._packable_operands = {id(x) for x in packing.operands} - self._residuals.keys()

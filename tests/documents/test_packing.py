@@ -57,7 +57,7 @@ def test_packing_what_a_checkpoint_keeps_takes_little_memory_and_few_operations(
 
 def test_the_tables_of_the_readme_are_as_the_script_writes_them():
     figures = {"temp_bytes": 1.0, "step_seconds": [0.5, 1.0, 1.5], "operations": 1.0, "error": 0.01}
-    every = dict.fromkeys(("plain", "cast", "8 bits", "checkpoint"), figures)
+    every = dict.fromkeys(("plain", "exact", "cast", "8 bits", "checkpoint"), figures)
     written = {
         "packing": in_short({f"{name} | {PLACES[place]}": every for name, place in PROGRAMS}),
         "deep": deep_in_short({str(depth): dict.fromkeys(DEEP, figures) for depth in DEPTHS}),
