@@ -187,9 +187,9 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes <= report.total_unpacked_bytes / 2
         True
 
-    Tensors that are not wider than `dtype`, and those whose last axis has length 1, are not packed. bfloat16 has the
-    range of float32, and a cast to bfloat16 changes a value by at most 1 part in 256. float16 is more exact, but its
-    largest value is 65504: a larger value is unpacked as infinity.
+    Tensors that are not wider than `dtype` are not packed. bfloat16 has the range of float32, and a cast to bfloat16
+    changes a value by at most 1 part in 256. float16 is more exact, but its largest value is 65504: a larger value is
+    unpacked as infinity.
 
     Args:
         dtype: the floating-point dtype in which tensors are kept. The dtype has at least 16 bits.
@@ -216,10 +216,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 "values become NaN). Use quantize_saved(8), which scales each block of values."
             )
 
-        # A rounded number, or statistic of a row, would move a whole row that backward computes from it.
-        # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
         def is_narrowed(x: Any) -> bool:
-            return _is_float(x) and x.dtype.itemsize > narrow.itemsize and _has_rows(x)
+            return _is_float(x) and x.dtype.itemsize > narrow.itemsize
 
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:

@@ -514,15 +514,19 @@ class _Packer:
                     key in shared or not has_tangent(x) or _size(x) * 16 < gain for key, x in missing.items()
                 )
                 is_worth = cost < gain or (is_as_good and cost <= gain * 17 / 16)
-                if is_worth:  # a rounded mean would move all that is computed from it
-                    small = [y for y in missing.values() if _size(y) * 16 < gain and self._steps_for(y)[1]]
-                    self._steps |= {id(y): ((), frozenset[Rounding]()) for y in small}
                 self._choose([*missing.values()] if is_worth else [x])
             else:
                 self._derived[id(x)] = x
             undecided = [x for x in undecided if id(x) not in self._chosen and id(x) not in self._derived]
 
     def _choose(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        if not self.packing.is_users_rule and self.pair.recomputes:
+            # A rounded mean would move all that is computed from it. (A rule may compare it with a rounded tensor.)
+            # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
+            largest = max([_size(x) for x, _ in self._tensors.values()])
+            small = [x for x in values if _size(x) * 16 < largest and self._steps_for(x)[1]]
+            self._steps |= {id(x): ((), frozenset[Rounding]()) for x in small}
         self._chosen |= {id(x): (x, self._steps_for(x)[0]) for x in values}
         self._derivations.clear()
 
