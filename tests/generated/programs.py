@@ -8,7 +8,6 @@ A program is drawn as a function from `use_hooks` to a function of arrays, so th
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu
 from tests.kit.layers import ForwardTanh, Multiply, Tanh
+
+from .seeds import print_differences
 
 SHAPE = (4, 8)
 W = np.cos(np.arange(64.0)).reshape(8, 8) * 0.3
@@ -236,12 +237,4 @@ def lossy_difference(seed, f, x):
 
 
 if __name__ == "__main__":
-    count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    n_different = 0
-    for seed in range(start, start + count):
-        if (text := difference(seed)) is not None:
-            n_different += 1
-            print(text, flush=True)
-        if seed % 20 == 19:
-            jax.clear_caches()
-    print(f"{n_different} of {count} differ")
+    print_differences(difference, cleared_after=20)

@@ -8,7 +8,6 @@ A pair without loss gives the plain gradient. The error of a pair with loss is a
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 from pylayer_jax import Function, packers
 
 from .programs import BINARY, CONTAINERS, MASK, SHAPE, UNARY, W
+from .seeds import print_differences
 
 
 class RowMax(Function):
@@ -270,12 +270,4 @@ def failure(seed: int) -> str | None:
 
 
 if __name__ == "__main__":
-    count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    n_failures = 0
-    for seed in range(start, start + count):
-        if (text := failure(seed)) is not None:
-            n_failures += 1
-            print(text, flush=True)
-        if seed % 50 == 49:
-            jax.clear_caches()
-    print(f"{n_failures} of {count} fail")
+    print_differences(failure, cleared_after=50)
