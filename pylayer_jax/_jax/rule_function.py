@@ -338,6 +338,16 @@ class RuleFunction:
         jaxpr, consts, out_dims = stage(self.run_batch(axis, dims), types, self.name)
         return BatchedFunction(self, axis, dims, out_dims, jaxpr, len(consts)), consts, out_dims
 
+    def bind_batch(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+        """Apply the batched function to batches. Return its values, and the batch axis (0 or None) of each."""
+        __tracebackhide__ = True
+        types = [typeof(x) for x in args]
+        batched, consts, out_dims = self.batch(axis, dims, types)
+        if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
+            return apply(self, args), out_dims
+        values = apply(batched, [*consts, *args])
+        return values, [0] * len(values) if out_dims is None else out_dims
+
     def uses_axis(self, types: Sequence[Any]) -> bool:
         """Return whether this function uses the name of its batch axis. `types` are the types of its operands."""
         return False
@@ -482,14 +492,7 @@ def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]
 
 def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
-    if isinstance(function, _Outputs):
-        return function.batch_at_once(axis, args, dims)
-    types = [typeof(x) for x in args]
-    batched, consts, out_dims = function.batch(axis, dims, types)
-    if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
-        return apply(function, args), out_dims
-    values = apply(batched, [*consts, *args])
-    return values, [0] * len(values) if out_dims is None else out_dims
+    return function.bind_batch(axis, args, dims)
 
 
 def _run(function: RuleFunction, *args: Any) -> Values:
@@ -772,7 +775,7 @@ class _Outputs(RuleFunction):
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
         return args[self.n_operands :]
 
-    def batch_at_once(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+    def bind_batch(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         """Batch without a trace of this function: each layer of a program that is not differentiated has one."""
         n, any_batched = self.n_operands, any([d is not None for d in dims])  # noqa: C419 - a list is faster
         values, out_dims = list[Any](), list[Any]()
