@@ -86,13 +86,14 @@ class _ReadyPair(saved_tensors_hooks):
         only: Only | None,
     ) -> None:
         condition = predicate(type(self).__name__, only)
-        key = *settings, bool(recompute), bool(arguments), key_of(only)
-        options = {"recomputes": bool(recompute), "packs_arguments": bool(arguments)}
-        if step is None:
-            self._set_up(owner, key, (), **options, only=condition)
-            return
-        step = step._replace(pack=unchecked(step.pack), only=condition)
-        self._set_up(owner, key, [step], **options)
+        self._set_up(
+            owner,
+            (*settings, bool(recompute), bool(arguments), key_of(only)),
+            [] if step is None else [step._replace(pack=unchecked(step.pack), only=condition)],
+            recomputes=bool(recompute),
+            packs_arguments=bool(arguments),
+            only=condition if step is None else None,
+        )
 
 
 def _exact(_: Any) -> Rounding:

@@ -296,16 +296,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         trace. It is False if a decorated function entered the block.
         """
         pair, found = self._pair, list[str]()
-        if pair.n_packed or pair.n_recomputed:
+        if pair.was_used:
             _packed_keys.add(hash(pair.key))
         # If JAX compiled a program while an equal pair of hooks was active, the program packs without calling the hooks
         # of this pair.
-        if (
-            is_idle
-            and not self._was_reported
-            and not (pair.n_packed or pair.n_recomputed)
-            and hash(pair.key) not in _packed_keys
-        ):
+        if is_idle and not self._was_reported and hash(pair.key) not in _packed_keys:
             self._was_reported = True
             found.append(
                 f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "

@@ -78,7 +78,7 @@ from pylayer_jax._trees import WeakTable
 from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported
 from .host import HostStore
 from .pack import Origin, Pair
-from .primitives import JITTED, KEPT, ROWS, Equation, Row, is_number
+from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Equation, Row, is_number
 from .residuals import (
     PackedResiduals,
     Packing,
@@ -697,7 +697,6 @@ class BlockTrace(PassThroughTrace):
                 origin = dataclasses.replace(origin, name=operation.params["name"])
         equation = None
         if len(values) == 1 and operation.primitive:
-            # Only the trace of a pair that recomputes asks for the equations of values of the block.
             if place is Place.OUTSIDE and not self.pair.packs_arguments:
                 equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
@@ -710,7 +709,7 @@ class BlockTrace(PassThroughTrace):
 
 def _inputs(leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
     """Return the inputs of an equation: the equation of an operand, unless the chain would become too long."""
-    is_short = [record.equation is not None and record.equation.depth < _LONGEST for record in records]
+    is_short = [record.equation is not None and record.equation.depth < MOST_EQUATIONS for record in records]
     return [r.equation if short else x for x, r, short in zip(leaves, records, is_short, strict=True)]
 
 
@@ -718,7 +717,6 @@ def _reference(x: Any) -> Any:
     return weakref.ref(x) if is_tracer(x) else x
 
 
-_LONGEST: Final = 32  # a chain of equations
 _OUTSIDE: Final = ValueRecord(Place.OUTSIDE)
 _CONSTANT: Final = ValueRecord(Place.CONSTANT)
 

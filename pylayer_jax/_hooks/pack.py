@@ -148,6 +148,11 @@ class Pair:
         """Whether the pair keeps all tensors as they are, as that of `names_recorded` does."""
         return self.by_name is None and not self.steps and not self.recomputes
 
+    @property
+    def was_used(self) -> bool:
+        """Whether the pair packed a tensor, or left one to be computed again."""
+        return bool(self.n_packed or self.n_recomputed)
+
     def predicates(self) -> list[Any]:
         """Return all distinct predicates `only` of this pair of hooks: its own predicate, and those of its steps."""
         steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]

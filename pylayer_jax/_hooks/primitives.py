@@ -1,13 +1,13 @@
 """The table of JAX's primitives: what a block of hooks knows about each of them. A primitive without a row is kept.
 
-    ROWS["tanh"].recomputed     {EXACT: always, RELATIVE: always, RANGE: within}
+    ROWS["max"].recomputed      {EXACT: always, RELATIVE: always, RANGE: within}
 
-Backward may compute tanh(x) again from x if x is exact, or if x was packed with an error relative to each value, as by
-a cast. If the error depends on the range of a row, as in quantization, backward may do so only within the operation
-that keeps x too: tanh bounds its results, so that their own packing would be finer. Never computed again, so without an
-entry: products and convolutions, which cost too much; reductions, whose results are small; comparisons of floats and
-all else that decides, since XLA rounds differently in another fusion; slices, gathers, `rev` and what else communicates
-along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
+Backward may compute max(x, y) again if x and y are exact, or were packed with an error relative to each value, as by a
+cast. If the error depends on the range of a row, as in quantization, backward may do so only within the operation that
+keeps x and y too: their maximum may have a smaller range, so that its own packing would be finer. Never computed again,
+so without an entry: products and convolutions, which cost too much; reductions, whose results are small; comparisons of
+floats and all else that decides, since XLA rounds differently in another fusion; slices, gathers, `rev` and what else
+communicates along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from pylayer_jax._jax.traces import is_tracer
 
 JITTED: Final = ("jit", "pjit")
+MOST_EQUATIONS: Final = 32  # of an expression, and of a jitted function that is looked into
 
 
 class Error(enum.IntEnum):

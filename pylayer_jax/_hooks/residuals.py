@@ -54,7 +54,20 @@ from .pack import (
     roundings_of,
     steps_for,
 )
-from .primitives import EXACT, JITTED, OTHER, ROWS, SAME, STEEP, Equation, Error, Operand, Rounding, is_number
+from .primitives import (
+    EXACT,
+    JITTED,
+    MOST_EQUATIONS,
+    OTHER,
+    ROWS,
+    SAME,
+    STEEP,
+    Equation,
+    Error,
+    Operand,
+    Rounding,
+    is_number,
+)
 
 # -- the equations of the forward pass -----------------------------------------------------------------
 
@@ -92,24 +105,21 @@ class Recorder(PassThroughTrace):
         return result
 
 
-_MOST_EQUATIONS: Final = 32  # of a jitted function that is looked into, and of an expression
-
-
 def short_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     """Return the jaxpr and the constants of a jitted function, or None for a long one. Most of jax.numpy are short."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
-    is_short = n_equations(jaxpr) <= _MOST_EQUATIONS
+    is_short = _count_of_equations(jaxpr) <= MOST_EQUATIONS
     return (jaxpr, consts) if is_short and not jaxpr.effects and is_inlinable(params) else None
 
 
-def n_equations(jaxpr: Any) -> float:
+def _count_of_equations(jaxpr: Any) -> float:
     """Return the number of equations, also in jitted functions; infinity if there is other code in parameters."""
     count: float = 0
     for equation in jaxpr.eqns:
         inner = inner_jaxprs(equation.params)
         if inner and equation.primitive.name not in JITTED:
             return float("inf")
-        count += sum(map(n_equations, inner)) if inner else 1
+        count += sum(map(_count_of_equations, inner)) if inner else 1
     return count
 
 
@@ -443,7 +453,7 @@ class _Packer:
         # In eager mode, such an operand may be a scalar that the block computed. This is a residual, not a constant.
         self._packable_operands = {id(x) for x in packing.operands} - self._residuals.keys()
         self._is_program = is_staging()
-        self._chosen: dict[int, tuple[Any, Sequence[Step]]] = {}  # the tensors to keep, and the steps that pack them
+        self._chosen: dict[int, Any] = {}  # the tensors to keep
         self._derived: dict[int, Any] = {}  # the tensors and outputs that backward computes again
         self._derivations: dict[int, _Derivation | None] = {}
         self._steps: dict[int, tuple[Sequence[Step], frozenset[Rounding]]] = {}
@@ -458,12 +468,17 @@ class _Packer:
     def _recalled(self, value: Any) -> Any:
         residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
         is_exact = id(value) in self.packing.exact
-        if (self.packing.is_users_rule or is_exact) and not _only_moves(residual):
+        if residual is None or ((self.packing.is_users_rule or is_exact) and not _only_moves(residual)):
             return None
-        return None if is_exact and _roundings_in(residual) else residual
+        is_rounded = is_exact and any(roundings for _, roundings in _contents(residual)[0].values())
+        return None if is_rounded else residual
 
     def _origin_of(self, value: Any) -> Origin:
         return self.packing.origin_of(value, self._index_of(value))
+
+    def _equation_of(self, value: Any) -> Equation | None:
+        """Return the equation that computed a value, if it was recorded."""
+        return value if isinstance(value, Equation) else self.packing.equations.get(id(value), (value, None))[1]
 
     def _index_of(self, value: Any) -> int:
         return self._tensors.get(id(value), (value, 0))[1]
@@ -527,7 +542,7 @@ class _Packer:
             largest = max([_size(x) for x, _ in self._tensors.values()])
             small = [x for x in values if _size(x) * 16 < largest and self._steps_for(x)[1]]
             self._steps |= {id(x): ((), frozenset[Rounding]()) for x in small}
-        self._chosen |= {id(x): (x, self._steps_for(x)[0]) for x in values}
+        self._chosen |= {id(x): x for x in values}
         self._derivations.clear()
 
     def _missing(self, value: Any) -> dict[int, Any] | None:
@@ -538,10 +553,9 @@ class _Packer:
         if id(value) in self.packing.exact:
             return False
         if self._is_constant(value):  # it may follow from other numbers
-            found = (
-                self._by_equation(self.packing.equations[id(value)][1]) if id(value) in self.packing.equations else None
-            )
-            return found is not None and not found.missing
+            equation = self._equation_of(value)
+            from_numbers = None if equation is None else self._by_equation(equation)
+            return from_numbers is not None and not from_numbers.missing
         found = self._derivation(value)
         if id(value) in found.missing:
             return False
@@ -577,11 +591,11 @@ class _Packer:
         if (residual := self.get(value)) is not None:
             leaves, n_equations = _contents(residual)
             return _Derivation({}, leaves, n_equations, distance)
-        if id(value) in self.packing.equations:
-            found = self._by_equation(self.packing.equations[id(value)][1])
-            if found is not None:
-                return found._replace(distance=SAME) if distance == SAME else found
-        return self._itself(value)
+        equation = self._equation_of(value)
+        found = None if equation is None else self._by_equation(equation)
+        if found is None:
+            return self._itself(value)
+        return found._replace(distance=SAME) if distance == SAME else found
 
     def _itself(self, value: Any) -> _Derivation:
         """Return the derivation of a value that is kept."""
@@ -609,7 +623,7 @@ class _Packer:
         n_equations = 1 + sum([part.n_equations for part in parts])
         large = _n_bytes(equation.aval) / 16
         n_large = sum([size > large for size, _ in leaves.values()])
-        if n_equations > _MOST_EQUATIONS or n_large > _MOST_LARGE_LEAVES:
+        if n_equations > MOST_EQUATIONS or n_large > _MOST_LARGE_LEAVES:
             return None
         missing = {key: x for part in parts for key, x in part.missing.items()}
         distance = STEEP if equation.is_steep(operands) else max([SAME, *[part.distance for part in parts]])
@@ -624,48 +638,44 @@ class _Packer:
     def pack(self, outputs: Sequence[Any]) -> list[Any]:
         """Pack the chosen tensors. Return the outputs; in staged code, as they come out of a barrier."""
         with hooks_suspended():
-            # `jax.grad(f)(2.0)` passes a Python number in place of an array.
             residuals = [
-                pack_tensor(self.pair, steps, as_arrays([x])[0], self._where(x), self._origin_of(x))
-                for x, steps in self._chosen.values()
+                pack_tensor(self.pair, self._steps_for(x)[0], as_arrays([x])[0], self._where(x), self._origin_of(x))
+                for x in self._chosen.values()
             ]
             residuals, outputs = _behind_one_barrier(residuals, outputs)
         self._residuals |= zip(self._chosen, residuals, strict=True)
         if is_reported.value:
-            for (x, _), residual in zip(self._chosen.values(), residuals, strict=True):
+            for x, residual in zip(self._chosen.values(), residuals, strict=True):
                 kept = residual.function if isinstance(residual, Residual) else residual
                 self.pair.names.put(kept, next(iter(self._origin_of(x).keys), ""))
-        self._put_derived()
+        self._put_derived(self._derived.values())
         return outputs
 
     def derive_outputs(self, outputs: Sequence[Any], behind: Sequence[Any]) -> None:
         """Find out which outputs can be computed from the tensors that are kept. `behind`: the same after a barrier."""
         self._derivations.clear()
-        n_before = len(self._derived)
-        for x in outputs:
-            is_open = id(x) in self.packing.equations and not self._is_constant(x) and self.get(x) is None
-            if is_open and not self._derivation(x).missing:
-                self._derived[id(x)] = x
-        if len(self._derived) > n_before:
-            self._put_derived()
+        is_open = [
+            self._equation_of(x) is not None and not self._is_constant(x) and self.get(x) is None for x in outputs
+        ]
+        derived = {id(x): x for x in select(outputs, is_open) if not self._derivation(x).missing}
+        self._put_derived(derived.values())
+        self._derived |= derived
         # Later code reads `behind`.
         self._residuals |= {id(x): self._residuals.get(id(other)) for x, other in zip(behind, outputs, strict=True)}
 
-    def _put_derived(self) -> None:
+    def _put_derived(self, values: Iterable[Any]) -> None:
         done: dict[int, Any] = {}
-        for x in self._derived.values():
-            self._residuals[id(x)] = self._residual_of(self.packing.equations[id(x)][1], done)
+        self._residuals |= {id(x): self._residual_of(self._equation_of(x), done) for x in values}
 
     def _residual_of(self, value: Any, done: dict[int, Any]) -> Any:
         """Return the residual of a value or an `Equation`, or None for a constant."""
-        if isinstance(value, Equation):
-            equation = value
-        elif self._is_constant(value):
-            return None
-        elif (residual := self.get(value)) is not None:
-            return residual
-        else:
-            equation = self.packing.equations[id(value)][1]
+        if not isinstance(value, Equation):
+            if self._is_constant(value):
+                return None
+            if (residual := self.get(value)) is not None:
+                return residual
+        equation = self._equation_of(value)
+        assert equation is not None  # else `_derive` found that it has to be kept
         if id(equation) not in done:
             done[id(equation)] = recomputed(equation, lambda x: self._residual_of(x, done))
         return done[id(equation)]
@@ -673,9 +683,8 @@ class _Packer:
     def remember(self, behind: Sequence[Any], owner: PackedResiduals) -> None:
         """Store in the pair how each tensor and output is kept."""
         trace, done = weakref.ref(current_trace()), dict[int, Any]()
-        kept = [x for x, _ in self._chosen.values()]
         self.pair.n_recomputed[self._is_program] += len(self._derived.keys() & self._tensors.keys())
-        for x in (*kept, *self._derived.values(), *behind):
+        for x in (*self._chosen.values(), *self._derived.values(), *behind):
             residual = self._residuals.get(id(x))
             if residual is None:
                 continue
@@ -689,7 +698,7 @@ class _Packer:
         if not (is_reported.value or is_nan_reported()):
             return []
         recomputed_ = {id(x): x for x, _ in self._tensors.values() if id(x) in self._derived and np.ndim(x)}
-        shown = [*recomputed_.values(), *[x for x, _ in self._chosen.values()]]
+        shown = [*recomputed_.values(), *self._chosen.values()]
         hidden = [x for x in shown if isinstance(self.get(x), Residual)]
         sources = {key: self._names_of_sources(self.get(x)) for key, x in recomputed_.items()}
         return [*_marks(self.packing, shown, sources), *_largest(hidden)]
@@ -731,11 +740,6 @@ def _functions_of(residual: Any) -> list[Any]:
 def _only_moves(residual: Any) -> bool:
     recomputed_ = [f for f in _functions_of(residual) if isinstance(f, Recomputed)]
     return all((row := ROWS.get(f.primitive.name)) and row.is_move for f in recomputed_)
-
-
-def _roundings_in(residual: Any) -> frozenset[Rounding]:
-    packed = [f.roundings for f in _functions_of(residual) if isinstance(f, PackedTensor)]
-    return frozenset[Rounding]().union(*packed)
 
 
 def _own_rounding(value: Any) -> Rounding:
