@@ -239,7 +239,7 @@ class CodeMap(LinearMap):
             raise
 
 
-class StagedLayer(RuleFunction):
+class StagedLayer(_hooks.LayerFunction):
     """A function that evaluates the jaxpr of `forward`, with the derivative that the layer class defines.
 
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
@@ -291,6 +291,14 @@ class StagedLayer(RuleFunction):
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
         return [known[i] for i in self.positions]
+
+    @property
+    def layer_name(self) -> str:
+        return self.call.layer.__name__
+
+    def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
+        names = self.call.residual_names(self.kept, len(self.positions))
+        return list(zip(self.residuals(operands[self.n_consts :], results), names, strict=True))
 
     @property
     def is_divisible(self) -> bool:

@@ -38,6 +38,7 @@ The modules, each of which imports only modules above it:
 - `pack` defines a pair of hooks, the key that compares pairs, and the `Origin` of a tensor; it packs and unpacks one
   tensor (sentence 8).
 - `active` finds the blocks of hooks that are open in this thread.
+- `origins` follows values through the jaxprs of loops, conds and checkpoints, for hooks (2) and for the report.
 - `residuals` decides for each residual whether it is packed, recomputed or neither, and restores it (6 to 10).
 - `operations` defines the trace of a block and the operations that it binds (sentences 1 to 5, and `Pullback`).
 - `block` defines `saved_tensors_hooks`.
@@ -53,13 +54,16 @@ from .operations import (
     names_recorded,
     tensors_marked,
 )
-from .pack import PACK_SCOPE
-from .residuals import Mark, keeps_residuals
+from .origins import LayerFunction, Mark, Note, Value, by_value, notes_on, outputs_of
+from .residuals import keeps_residuals
 
 __all__ = [
-    "PACK_SCOPE",
+    "LayerFunction",
     "Mark",
+    "Note",
+    "Value",
     "active_pair",
+    "by_value",
     "disable_saved_tensors_hooks",
     "hooks_ignored",
     "hooks_suspended",
@@ -68,6 +72,8 @@ __all__ = [
     "layers_pack_themselves",
     "mark_as_computed",
     "names_recorded",
+    "notes_on",
+    "outputs_of",
     "saved_tensors_hooks",
     "tensors_marked",
 ]

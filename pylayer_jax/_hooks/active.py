@@ -24,6 +24,12 @@ active: Final = jax.make_user_context(None)
 # caches.
 is_reported: Final = jax.make_user_context(False)
 
+
+def reads_origins(pair: Pair) -> bool:
+    """Return whether the pair or the report reads more of an origin than a name."""
+    return pair.is_selective or is_reported.value
+
+
 # The innermost block that this asyncio task entered, or inherited from the task that created it. All tasks of a thread
 # see the same value of `active`. Therefore `check_task` compares the block in `active` with the block in `_entered`.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
@@ -56,7 +62,8 @@ class Block:
         self._key = value if isinstance(value, str) else value.key
         self._thread = threading.get_ident()
         self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
-        self.is_function = False  # whether a decorated function entered the block
+        self.is_loss = False  # whether a decorated function entered the block, and ran no backward pass
+        self.n_used_before = 0 if isinstance(value, str) else value.n_used
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block; None if nothing is traced around it
         self._contexts: list[Any] = []  # empty if the block was left, or if blocks are ignored

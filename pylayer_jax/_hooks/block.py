@@ -16,12 +16,13 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
 
+from pylayer_jax._jax.traces import set_current_trace
 from pylayer_jax._jax.types import typeof
 from pylayer_jax._messages import plural
 
 from .active import Block, active_pair, entered_block, innermost_block
 from .host import store_of
-from .operations import enter_block
+from .operations import BackwardWatch, enter_block
 from .pack import Hook, Origin, Pair, Step, key_of
 
 P = ParamSpec("P")
@@ -82,7 +83,7 @@ def predicate(owner: str, only: Any) -> Predicate | None:
     return Predicate(only)
 
 
-_packed_keys: Final[set[int]] = set()  # hashes of the keys of the pairs that have packed a tensor
+_packed_at_top: Final[set[int]] = set()  # hashes of the keys of the pairs that have packed in a block at top level
 _MOST_LISTED: Final = 30
 _NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", contextlib.__file__)
 
@@ -183,7 +184,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             tensor as without hooks.
 
     Warns:
-        UserWarning: if a `with` block at top level has packed nothing, or if `only` was never True; once per pair.
+        UserWarning: if a block at top level has packed nothing (a decorated function: and runs a backward pass), or if
+            `only` was never True; once per pair.
 
     Raises:
         TypeError: if a hook is not callable or does not take one argument, or if a hook without `host` needs values in
@@ -255,13 +257,25 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 "Put `with` around the differentiated code inside of it."
             )
 
+        is_watched = True
+
         @functools.wraps(function)
         def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
+            nonlocal is_watched
             with self:
-                if (block := entered_block(self._pair)) is not None:
-                    block.is_function = True
-                return function(*args, **kwargs)
+                block = entered_block(self._pair)
+                if block is None or not block.is_at_top:
+                    return function(*args, **kwargs)
+                block.is_loss = True
+                if not is_watched:
+                    return function(*args, **kwargs)
+                is_watched = False  # JAX answers further calls of a compiled step from a cache
+                watch = BackwardWatch()
+                with set_current_trace(watch):
+                    result = function(*args, **kwargs)
+                block.is_loss = not watch.was_seen
+                return result
 
         return hooked
 
@@ -282,7 +296,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             raise RuntimeError(
                 f"{type(self).__name__}: __exit__ without __enter__ in this thread. Use `with`, which calls both."
             )
-        is_idle = block.is_at_top and not block.is_function
+        if block.is_at_top and self._pair.n_used > block.n_used_before:
+            _packed_at_top.add(hash(self._pair.key))
+        is_idle = block.is_at_top and not block.is_loss
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
         if kind is None:
@@ -292,15 +308,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def _warnings(self, is_idle: bool) -> list[str]:
         """Return warnings about a block that packed nothing, and about keys and predicates that selected no tensor.
 
-        Each is given once per pair. `is_idle` is True if a `with` statement entered the block in code that JAX does not
-        trace. It is False if a decorated function entered the block.
+        Each is given once per pair. `is_idle`: whether the block was at top level, and was not that of a loss.
         """
         pair, found = self._pair, list[str]()
-        if pair.was_used:
-            _packed_keys.add(hash(pair.key))
-        # If JAX compiled a program while an equal pair of hooks was active, the program packs without calling the hooks
-        # of this pair.
-        if is_idle and not self._was_reported and hash(pair.key) not in _packed_keys:
+        # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
+        if is_idle and not self._was_reported and hash(pair.key) not in _packed_at_top:
             self._was_reported = True
             found.append(
                 f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "
@@ -311,8 +323,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             keys, pair.unmatched = ", ".join(sorted(_misspelled(x, pair.seen) for x in pair.unmatched)), set[Any]()
             found.append(
                 f"{type(self).__name__}: no tensor that code in the block keeps for backward has the name {keys}. "
-                f"The names of these tensors are {_listed(pair.seen)}. In eager mode, a loop or a jitted function is "
-                "one operation; inside jax.jit its operations have names."
+                f"The names of these tensors are {_listed(pair.seen)}. What jax.checkpoint computes again is not kept."
             )
         for only in pair.predicates():
             if only.seen and not only.was_true and not only.was_reported:

@@ -31,6 +31,7 @@ from pylayer_jax._jax.jaxprs import (
     has_equation,
     inner_jaxprs,
     is_literal,
+    is_users,
     jaxpr_and_consts,
     scan_counts,
     stage,
@@ -67,7 +68,6 @@ from pylayer_jax._jax.traces import (
     is_tracer,
     nothing_is_traced,
     set_current_trace,
-    summarize,
     trace_of_primals,
     whole_batch,
     without_pass_through,
@@ -75,8 +75,9 @@ from pylayer_jax._jax.traces import (
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 from pylayer_jax._trees import WeakTable
 
-from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported
+from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported, reads_origins
 from .host import HostStore
+from .origins import layer_of_params, names_of_equations, origins_of, with_saver
 from .pack import Origin, Pair
 from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Equation, Row, is_number
 from .residuals import (
@@ -122,9 +123,8 @@ def _facts_of(params: dict[str, Any]) -> _Facts:
 def _found_facts(params: dict[str, Any]) -> _Facts:
     jaxpr, _ = jaxpr_and_consts(params["jaxpr"])
     has_loop = has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")
-    is_users = bool(jaxpr.eqns) and bool(summarize(jaxpr.eqns[0].source_info))
     if short_jaxpr(params) is None or any(inner_jaxprs(e.params) for e in jaxpr.eqns):
-        return _Facts(False, None, has_loop, _has_rule(jaxpr), is_users)
+        return _Facts(False, None, has_loop, _has_rule(jaxpr), is_users(jaxpr))
     rows = [(e, ROWS.get(e.primitive.name, KEPT)) for e in jaxpr.eqns]
     is_view = [row.is_view or not any(has_tangent(v.aval) for v in e.outvars) for e, row in rows]
     factors = [e.invars[e.primitive.name == "div" :] for e, row in rows if not row.keeps_nothing and row.keeps_numbers]
@@ -136,7 +136,7 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         tuple(position_of[v] for v in atoms if v in position_of) for atoms in factors if not any(map(is_literal, atoms))
     ]
     keeps_nothing = all(row.keeps_nothing or row.keeps_numbers for _, row in rows) and all(numbers)
-    return _Facts(all(is_view), numbers if keeps_nothing else None, has_loop, _has_rule(jaxpr), is_users)
+    return _Facts(all(is_view), numbers if keeps_nothing else None, has_loop, _has_rule(jaxpr), is_users(jaxpr))
 
 
 def _has_rule(jaxpr: Any) -> bool:
@@ -157,6 +157,11 @@ class Operation(NamedTuple):
         return self.kind in JITTED
 
     @property
+    def layer(self) -> str:
+        """The layer that this operation applies, or ""."""
+        return layer_of_params(self.params) if self.primitive is rule_function_p else ""
+
+    @property
     def row(self) -> Row | None:
         return ROWS.get(self.kind)
 
@@ -173,6 +178,13 @@ class Operation(NamedTuple):
         # A shard_map gives the trace a function and no jaxpr.
         is_rule = self.kind in (*_CUSTOM_RULES, "shard_map")
         return is_rule or any(map(_has_rule, inner_jaxprs(self.params)))
+
+    @property
+    def holds_code(self) -> bool:
+        """Whether code of the user in this operation may name its tensors."""
+        if self.is_jitted:
+            return _facts_of(self.params).is_users
+        return self.kind == "shard_map" or (self.kind not in _CUSTOM_RULES and bool(inner_jaxprs(self.params)))
 
     def keeps_nothing(self, args: Sequence[Any], pair: Pair) -> bool:
         """Return whether the vjp function keeps no array that hooks pack. Hooks of users see numbers too."""
@@ -222,9 +234,9 @@ class HookedOperation(RuleFunction):
         expressions: dict[int, Any],
         left_unpacked: Collection[int],
     ) -> None:
-        self.name = operation.name
+        self.name, self.params = operation.name, operation.params
         self.bind = operation.bind
-        self.is_users_rule = operation.is_users_rule
+        self.is_users_rule, self.holds_code = operation.is_users_rule, operation.holds_code
         self.pair = pair
         self.origin = origin  # the origin of the results
         self.origins = origins  # the origin of each operand of the operation
@@ -283,13 +295,33 @@ class HookedOperation(RuleFunction):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
             residuals = as_arrays(leaves)  # JAX keeps some constants in internal array classes
-            packing = self._packing(primals, dict(zip(map(id, leaves), residuals, strict=True)), recorder)
+            is_read = self.holds_code and reads_origins(self.pair)
+            origins = self._origins(primals, nonzero, [*values, *leaves]) if is_read else {}
+            packing = self._packing(primals, dict(zip(map(id, leaves), residuals, strict=True)), recorder, origins)
             packed, arrays, values = pack_residuals(packing, residuals, values)
         linear = Pullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
-    def _packing(self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder) -> Packing:
+    def _origins(self, primals: Sequence[Any], nonzero: Sequence[bool], found: Sequence[Any]) -> dict[int, Origin]:
+        """Return the origins of `found`, by id: the results and the leaves of the vjp function."""
+
+        def differentiated(*args: Any) -> list[Any]:
+            run = lambda *given: self.run(*merge(nonzero, given, args))  # noqa: E731
+            values, pullback = jax.vjp(run, *select(args, nonzero))
+            return [*values, *as_arrays(jax.tree_util.tree_leaves(pullback))]
+
+        n_further = len(primals) - self.n_consts - len(self.origins)
+        given = [*[Origin()] * self.n_consts, *self.origins, *[Origin()] * n_further]
+        names = names_of_equations(inner_jaxprs(self.params) if self.jaxpr is None else [self.jaxpr])
+        with hooks_suspended():
+            origins = origins_of(differentiated, list(map(typeof, primals)), given, self.origin, names)
+        # JAX may keep other constants of staged code than of eager code.
+        return dict(zip(map(id, found), origins, strict=True)) if len(found) == len(origins) else {}
+
+    def _packing(
+        self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder, origins: dict[int, Origin]
+    ) -> Packing:
         """Return the arguments of `pack_residuals`.
 
         `array_of` maps the `id()` of each leaf of the vjp function to the JAX array that replaces the leaf.
@@ -305,18 +337,35 @@ class HookedOperation(RuleFunction):
         left = [
             (args[i], _residual_of(equations[i]) if i in equations else args[i]) for i in sorted(self.left_unpacked)
         ]
-        origin_of = _origins_by_id(args, self.origins)
+        origins = {
+            **_origins_by_id(args, self.origins),
+            **{id(array_of[key]) if key in array_of else key: own for key, own in origins.items()},
+        }
+
+        def origin_of(x: Any, _: int) -> Origin:
+            own, of_layer = origins.get(id(x)), self.pair.origins.get(_viewed(x, recorder.equations))
+            if of_layer is None:
+                return own or self.origin
+            return with_saver(own or dataclasses.replace(self.origin, operation=""), of_layer.layer, of_layer.name)
+
         return Packing(
             self.pair,
             f"the operation {self.name}, residual",
             primals,
-            lambda x, _: origin_of.get(id(x), self.origin),
+            origin_of,
             [*[(x, x) for x in consts], *left],
             {**of_operands, **recorder.equations},
             recorder.amplified,
             recorder.compared,
             self.is_users_rule,
         )
+
+
+def _viewed(x: Any, equations: dict[int, tuple[Any, Equation]]) -> Any:
+    """Return the value of which `x` is a view."""
+    while id(x) in equations and equations[id(x)][1].row.is_view:
+        x = equations[id(x)][1].inputs[0]
+    return x
 
 
 def _residual_of(x: Any) -> Any:
@@ -684,7 +733,9 @@ class BlockTrace(PassThroughTrace):
 
         The origin includes JAX's source information only if the pair of hooks selects tensors by `only` or `by_name`.
         """
-        return Origin(operation.name, source=self.entry and current(), block=self.entry)
+        layer = operation.layer
+        sources = (current(),) if self.entry else ()
+        return Origin("" if layer else operation.name, layer, sources=sources, block=self.entry)
 
     def _record_results(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
@@ -704,7 +755,14 @@ class BlockTrace(PassThroughTrace):
                 is_sum = sum([not is_number(x) for x in args]) > 1
                 leaves = list(map(_reference, args)) if is_sum and not self.is_staging else args
                 equation = operation.equation(_inputs(leaves, records), values[0])
-        self.set_record(values, ValueRecord(place, origin, equation))
+        if place is Place.BLOCK and operation.holds_code and reads_origins(self.pair):
+            given, names = [r.origin for r in records], names_of_equations(inner_jaxprs(operation.params))
+            with hooks_suspended(), set_current_trace(self.parent_trace):
+                origins = origins_of(operation.bind, list(map(typeof, args)), given, origin, names)
+            for value, own in zip(values, origins, strict=True):
+                self.set_record([value], ValueRecord(place, own))
+        else:
+            self.set_record(values, ValueRecord(place, origin, equation))
 
 
 def _inputs(leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
@@ -780,13 +838,37 @@ def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) 
     return aval.dtype == new_dtype and aval.weak_type == weak_type and sharding is None
 
 
+class BackwardWatch(PassThroughTrace):
+    """A trace that notes whether the code under it runs a backward pass, eagerly or in a jitted function."""
+
+    __slots__ = ("was_seen",)
+
+    def __init__(self) -> None:
+        super().__init__(current_trace())
+        self.was_seen = False
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        __tracebackhide__ = True
+        self.was_seen = self.was_seen or _is_backward(current()) or any(map(_has_backward, inner_jaxprs(params)))
+        with set_current_trace(self.parent_trace):
+            return primitive.bind(*tracers, **params)
+
+
+def _is_backward(source: Any) -> bool:
+    return "transpose(" in str(source.name_stack)
+
+
+def _has_backward(jaxpr: Any) -> bool:
+    return any(_is_backward(e.source_info) or any(map(_has_backward, inner_jaxprs(e.params))) for e in jaxpr.eqns)
+
+
 def enter_block(pair: Pair) -> Block:
     """Enter a block of a pair, and return the block. The caller has to leave the block."""
     if innermost_block() is not None and not isinstance(current_trace(), BlockTrace):
         leave_mark(_MARK)  # so that no enclosing operation packs: only the innermost pair applies
     if active.value is OFF or nothing_is_traced():
         return Block(pair).enter()
-    return BlockTrace(pair, current() if pair.is_selective else None).block.enter()
+    return BlockTrace(pair, current() if reads_origins(pair) else None).block.enter()
 
 
 # -- for the report --------------------------------------------------------------------------------------
@@ -848,11 +930,7 @@ class LayerBlock(NamedTuple):
             # of the layer.
             own = origin_of.get(id(tensor))
             own = own if own is not None and own.keys else self.origin
-            # A name from `saved_names` replaces any other. If the tensor is an input with a name, this name replaces a
-            # default name such as "saved[0]".
-            is_given = not names[index].startswith(("saved[", "ctx."))
-            name = names[index] if is_given or not own.name else own.name
-            return dataclasses.replace(own, layer=own.layer or self.origin.layer, name=name)
+            return with_saver(own, self.origin.layer, names[index])
 
         left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
         exact = [id(x) for x in tensors] if self.is_exact else ()  # `forward` of a layer of NumPy may run again on them
@@ -864,11 +942,11 @@ class LayerBlock(NamedTuple):
 
 def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool) -> LayerBlock:
     """Return the `LayerBlock` that packs the saved tensors of a layer with the inputs `operands`."""
-    trace = current_trace()
-    if not isinstance(trace, BlockTrace):  # only the trace of the block knows which values the block has computed
+    trace = _trace_of_block()
+    if trace is None:  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [], is_exact)
-    records = list(map(trace.record_of, operands))
-    origin = Origin(layer=layer, source=trace.entry and current(), block=trace.entry)
+    records = [trace.record_of(whole_batch(x)) for x in operands]
+    origin = Origin(layer=layer, sources=(current(),) if trace.entry else (), block=trace.entry)
     is_left = list(map(trace.is_left_unpacked, records))
     return LayerBlock(pair, origin, [r.origin for r in records], is_left, is_exact)
 
@@ -885,5 +963,13 @@ def layers_pack_themselves() -> Any:
 
 def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:
     """Record that the block computed these values, which are the outputs of a layer."""
-    if isinstance(trace := current_trace(), BlockTrace):
-        trace.set_record(values, ValueRecord(Place.BLOCK, block.origin))
+    if (trace := _trace_of_block()) is not None:
+        trace.set_record(list(map(whole_batch, values)), ValueRecord(Place.BLOCK, block.origin))
+
+
+def _trace_of_block() -> BlockTrace | None:
+    """Return the trace of a block in which a layer is applied, also where `jax.vmap` batches the layer."""
+    trace = current_trace()
+    while isinstance(trace, BATCHED.trace):
+        trace = trace.parent_trace
+    return trace if isinstance(trace, BlockTrace) else None

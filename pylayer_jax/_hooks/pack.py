@@ -66,7 +66,8 @@ class Origin:
     operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
     layer: str = ""  # the class of the layer that computed the tensor, or that saved it first
     name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
-    source: Any = dataclasses.field(default=None, repr=False, compare=False)  # JAX's source information
+    # JAX's source information of the operation, and of the equations in it that lead to the tensor, outermost first
+    sources: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     block: Any = dataclasses.field(default=None, repr=False, compare=False)  # source information of the block's entry
 
     @functools.cached_property
@@ -75,9 +76,11 @@ class Origin:
 
         The list begins with the outermost one.
         """
-        if self.source is None:
+        if self.block is None:
             return ()
-        return (*frames_between(self.block, self.source), *scopes_between(self.block, self.source))
+        pairs = list(itertools.pairwise((self.block, *self.sources)))
+        names = [name for between in (frames_between, scopes_between) for pair in pairs for name in between(*pair)]
+        return tuple(name for name, previous in zip(names, [None, *names], strict=False) if name != previous)
 
     def __getattr__(self, attribute: str) -> Any:
         raise AttributeError(f"info.{attribute} does not exist: info has name, layer, operation and inside.")
@@ -134,6 +137,7 @@ class Pair:
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
         self.names = WeakTable()  # for the report: what is kept for a tensor -> the name of the tensor
+        self.origins = WeakTable()  # tensor that a layer in an operation saves -> its origin
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
         self.seen: dict[str, None] = {}  # names of kept tensors, recorded while keys are unmatched
@@ -149,9 +153,9 @@ class Pair:
         return self.by_name is None and not self.steps and not self.recomputes
 
     @property
-    def was_used(self) -> bool:
-        """Whether the pair packed a tensor, or left one to be computed again."""
-        return bool(self.n_packed or self.n_recomputed)
+    def n_used(self) -> int:
+        """The number of tensors that the pair packed, or left to be computed again."""
+        return self.n_packed.total() + self.n_recomputed.total()
 
     def predicates(self) -> list[Any]:
         """Return all distinct predicates `only` of this pair of hooks: its own predicate, and those of its steps."""

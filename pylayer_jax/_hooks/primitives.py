@@ -221,6 +221,7 @@ def _rows() -> dict[str, Row]:
         **row("broadcast_in_dim copy copy_p expand_dims iota reshape squeeze transpose", of_rows, is_move=True, **view),
         **row("name stop_gradient", everywhere, is_move=True, **view),
         **row("pcast", **view),
+        **row("pvary", everywhere, is_move=True, **view),
         # A slice, and a reversal, communicate along a sharded axis.
         **row("device_put rev sharding_constraint slice split", **view),
         **row("dynamic_slice", is_view=True),

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, stage, with_users_line
-from pylayer_jax._jax.rule_function import RuleFunction, Values, apply, barrier, merge, select, with_tangent
+from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, with_users_line
+from pylayer_jax._jax.rule_function import apply, barrier, merge, select, with_tangent
 from pylayer_jax._jax.traces import (
     PassThroughTrace,
     current_trace,
@@ -37,11 +37,22 @@ from pylayer_jax._jax.traces import (
     is_tracer,
     is_unknown,
     set_current_trace,
+    whole_batch,
     without_pass_through,
 )
-from pylayer_jax._jax.types import as_arrays, has_tangent, is_key, is_nan_reported, is_ref, typeof, unchecked
+from pylayer_jax._jax.types import (
+    as_arrays,
+    has_tangent,
+    is_key,
+    is_nan_reported,
+    is_ref,
+    typeof,
+    unchecked,
+    varying_over,
+)
 
-from .active import SUSPENDED, active, hooks_suspended, is_reported
+from .active import SUSPENDED, active, hooks_suspended, is_reported, reads_origins
+from .origins import Mark, is_default
 from .pack import (
     Origin,
     PackedTensor,
@@ -141,7 +152,10 @@ class Recomputed(NamedTuple):
 
     @unchecked
     def __call__(self, *inputs: Any) -> Any:
-        result = self.primitive.bind(*merge(self.is_input, inputs, self.operands), **self.params)
+        operands = merge(self.is_input, inputs, self.operands)
+        if self.primitive.name == "pvary":  # in jax 0.10, what a shard_map keeps varies already
+            return varying_over(frozenset(self.params["axes"]), operands[0])
+        result = self.primitive.bind(*operands, **self.params)
         # The operation may be a jitted function that computes a view of a value from outside the block of hooks. For a
         # jitted function, `bind` returns a list with the one result.
         return result[0] if self.primitive.multiple_results else result
@@ -327,13 +341,15 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual that the pair of hooks has stored for a tensor, or None if there is none.
 
     In eager mode, `checkpoint_name` returns its argument itself: a tensor that was left unpacked may have got a name
-    since then, which `by_name` selects.
+    since then, which `by_name` selects. (A default name of a layer is none: the tensor is not the layer's.)
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
         return None
-    if not isinstance(found.residual, Residual) and name_of() not in ("", found.name):
-        return None
+    if not isinstance(found.residual, Residual):
+        name = name_of()
+        if name != found.name and name and not is_default(name):
+            return None
     strong: list[Any] = []  # the arrays and hooks' results, or None for each that was deleted
 
     def of_array(weak: Any) -> Any:
@@ -348,28 +364,6 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
     residual = fold(found.residual, of_array, of_residual, {})
     return None if [x for x in strong if x is None] else residual
-
-
-# -- marks for the report --------------------------------------------------------------------------------
-
-
-class Mark(RuleFunction):
-    """A function that marks a tensor x which JAX keeps for backward, so that `saved_tensors_report` finds x.
-
-    The function returns an empty array. The shape of this array is the shape of the operand with an additional first
-    axis of size 0. For an operand f32[8,4], the result is f32[0,8,4].
-
-    JAX keeps this array as a residual. The report follows this residual back through the jaxpr, and so finds the tensor
-    x. Each enclosing scan or `jax.vmap` adds one axis to the shape of the empty array that marks a tensor. For example,
-    the shape is f32[3,0,8,4] in a scan of length 3.
-    """
-
-    def __init__(self, aval: Any, origin: Origin, recomputed_from: str | None) -> None:
-        self.name, self.origin, self.recomputed_from = "mark", origin, recomputed_from
-        self.jaxpr, _, _ = stage(lambda x: ([jax.lax.slice_in_dim(x[None], 0, 0)], None), [aval], self.name)
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        return apply(self, primals), [None]
 
 
 # -- packing ---------------------------------------------------------------------------------------------
@@ -407,6 +401,9 @@ def pack_residuals(
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
     """
     if active.value is SUSPENDED:  # an enclosing operation packs the residuals
+        if reads_origins(packing.pair):
+            for i, x in enumerate(tensors):
+                packing.pair.origins.put(whole_batch(x), packing.origin_of(x, i))
         return *PackedResiduals.of(tensors), list(outputs)
     if packing.pair.packs_nothing:
         return *PackedResiduals.of(tensors, _marks(packing, tensors, {})), list(outputs)

@@ -100,10 +100,15 @@ def with_users_line(jaxpr: Any) -> Any:
 
     JAX's own jitted functions have no source lines.
     """
-    if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
+    if not jaxpr.eqns or is_users(jaxpr):
         return jaxpr
     line = current().traceback
     return jaxpr.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=line)) for e in jaxpr.eqns])
+
+
+def is_users(jaxpr: Any) -> bool:
+    """Return whether the user's code defines a jaxpr. JAX's own functions have no source lines."""
+    return any(summarize(e.source_info) or any(map(is_users, inner_jaxprs(e.params))) for e in jaxpr.eqns)
 
 
 def is_literal(atom: Any) -> bool:

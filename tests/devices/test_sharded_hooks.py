@@ -113,6 +113,26 @@ def test_each_device_keeps_its_share(kind, transform):
     np.testing.assert_allclose(gradient, 1 - np.tanh(np.asarray(x)) ** 2, atol=0.02)
 
 
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_in_a_shard_map_weights_stay_as_they_are(mode):
+    seen = []
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    pair = quantize_saved(8, only=lambda x: seen.append(x.shape) or True)
+    w, x = random(mesh, (32, 32)), random(mesh, (16, 32), "data", seed=1)
+
+    def loss_with(decorate):
+        loss = decorate(lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2))
+        mapped = jax.shard_map(
+            lambda w, x: jax.lax.pmean(loss(w, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+        )
+        return mode(jax.grad(mapped))(w, x)
+
+    got, expected = loss_with(pair), loss_with(lambda f: f)
+    assert seen
+    assert w.shape not in seen
+    assert jnp.max(jnp.abs(got - expected)) < 0.02 * jnp.max(jnp.abs(expected))
+
+
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [((64, 1), None), ((64, 1), "data"), ((8, 3, 5), "data"), ((7,), None), ((16, 130), None), ((2, 4, 1, 6), "data")],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from pylayer_jax import saved_tensors_hooks, saved_tensors_report
+from pylayer_jax import PyLayer, saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.modes import EAGER_AND_JIT
@@ -91,6 +91,124 @@ def test_a_class_in_a_staged_scan_and_in_a_jitted_function():
             kept = []
             numbers(by_name({key: noting(kept, differentiable=True), ...: None}), f, jax.jit)
             assert kept
+
+
+# -- each kind of name in each transform ------------------------------------------------------------
+
+
+class Cosine(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.cos(x)
+        ctx.save_for_backward(y)
+        return y * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        return dy * y
+
+
+class NamedCosine(Cosine):
+    saved_names = ("cosine",)
+
+
+class Module:
+    def __call__(self, x):
+        return jnp.exp(x) * jnp.sinh(x)
+
+
+def helper(x):
+    return jnp.exp(x) * jnp.sinh(x)
+
+
+def in_scope(x):
+    with jax.named_scope("feed_forward"):
+        return jnp.exp(x) * jnp.sinh(x)
+
+
+def named_product(x):
+    y = checkpoint_name(x @ (jnp.eye(3) + 0.1), "product")
+    return jnp.sin(y) * y
+
+
+# name -> the key that names a tensor, and a function of f32[3] or f32[4,3]
+NAMED = {
+    "layer": ("Cosine", lambda x: Cosine.apply(jnp.sin(x))),
+    "saved_names": ("cosine", lambda x: NamedCosine.apply(jnp.sin(x))),
+    "checkpoint_name": ("product", named_product),
+    "primitive": ("sin", lambda x: jnp.exp(jax.lax.sin(jax.lax.sin(x) * 2.0))),
+    "function of jax.numpy": ("sinh", lambda x: jnp.exp(jnp.sinh(x))),
+    "class": ("Module", lambda x: jnp.sin(Module()(x))),
+    "function": ("helper", lambda x: jnp.sin(helper(x))),
+    "named_scope": ("feed_forward", lambda x: jnp.sin(in_scope(x))),
+}
+
+
+def scanned(f):
+    return lambda x: jax.lax.scan(lambda c, row: (f(c) + row, None), x[0], x)[0]
+
+
+def sharded(f):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    spec = jax.sharding.PartitionSpec("i")
+    return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+SAVE_NAMES = jax.checkpoint_policies.save_only_these_names("product", "cosine")
+PLACES = {
+    "plain": lambda f: f,
+    "vmap": jax.vmap,
+    "scan": scanned,
+    "map": lambda f: lambda x: jax.lax.map(f, x),
+    "jit": lambda f: jax.jit(lambda x: f(x)),
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > -100.0, f, lambda x: x, x),
+    "shard_map": sharded,
+    "jit of shard_map": lambda f: jax.jit(sharded(f)),
+    "cond in vmap": lambda f: jax.vmap(lambda x: jax.lax.cond(x.sum() > -100.0, f, lambda x: x, x)),
+    "jit in scan": lambda f: scanned(jax.jit(lambda x: f(x))),
+    "checkpoint that saves all": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable),
+    "checkpoint that saves names": lambda f: jax.checkpoint(f, policy=SAVE_NAMES),
+    "checkpoint": jax.checkpoint,
+}
+ROWS = jnp.linspace(0.1, 0.9, 12).reshape(4, 3)
+
+
+def is_kept(kind, place):
+    return place != "checkpoint" and (
+        place != "checkpoint that saves names" or kind in ("saved_names", "checkpoint_name")
+    )
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_name_is_the_same_in_each_transform(kind, place, mode):
+    key, f = NAMED[kind]
+    kept, rest = [], []
+    g = lambda x: jnp.sum(PLACES[place](f)(x) ** 2)  # noqa: E731
+    run = mode(jax.grad(by_name({key: noting(kept, differentiable=True), ...: noting(rest, differentiable=True)})(g)))
+    if is_kept(kind, place):
+        got = run(ROWS)
+        assert kept
+    else:
+        with pytest.warns(UserWarning, match=rf"'{key}'.*jax\.checkpoint"):
+            got = run(ROWS)
+    np.testing.assert_allclose(got, jax.grad(g)(ROWS), rtol=1e-5)
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("place", ["jit", "checkpoint", "shard_map", "cond"])
+def test_a_result_keeps_the_origin_that_it_has_inside(place, mode):
+    seen = set()
+
+    def only(x, info):
+        seen.add((info.operation, info.inside))
+        return True
+
+    g = lambda x: jnp.sum(PLACES[place](lambda x: Module()(jnp.sin(x)))(x) ** 2)  # noqa: E731
+    mode(jax.grad(noting([], only=only)(g)))(ROWS)
+    assert {("multiply", ("Module",)), ("mul", ("Module",))} & seen  # a jaxpr has the primitive
 
 
 @EAGER_AND_JIT
@@ -203,6 +321,38 @@ def test_a_block_at_top_level_that_packs_nothing_warns_once():
     with pytest.warns(UserWarning, match=r"jax\.grad") as caught:
         twice(lambda: hooked(X))
     assert len(caught) == 1
+
+
+def plain_loss(x):
+    return jnp.sum(jnp.sin(x) ** 2)
+
+
+WRONG_PLACES = {
+    "with": lambda pair: in_block(pair, jax.jit(jax.grad(plain_loss))),
+    "jitted step": lambda pair: pair(jax.jit(jax.grad(plain_loss))),
+    "nested jit": lambda pair: pair(jax.jit(lambda x: jax.jit(jax.grad(plain_loss))(x) * 2)),
+    "eager grad": lambda pair: pair(jax.grad(plain_loss)),
+    "grad of jit": lambda pair: pair(jax.grad(jax.jit(plain_loss))),
+}
+
+
+@pytest.mark.parametrize("place", WRONG_PLACES)
+def test_a_block_in_the_wrong_place_warns_although_an_equal_pair_packed_in_the_right_one(place):
+    jax.jit(jax.grad(quantize_saved(8, block_size=40)(plain_loss)))(X)
+    jax.grad(quantize_saved(8, block_size=40)(plain_loss))(X)
+    run = WRONG_PLACES[place](quantize_saved(8, block_size=40))
+    with pytest.warns(UserWarning, match=r"jax\.grad"):
+        run(X)
+
+
+def test_losses_and_right_steps_do_not_warn():
+    step = jax.jit(jax.grad(quantize_saved(8, block_size=48)(lambda x: jnp.sum(Tanh.apply(x)))))
+    for pair in (quantize_saved(8, block_size=48), quantize_saved(8, block_size=48)):
+        evaluated = pair(jax.jit(plain_loss))
+        twice(lambda evaluated=evaluated: evaluated(X))
+        twice(lambda: step(X))
+    packing = cast_saved(jnp.float16)(jax.jit(jax.grad(lambda x: jnp.sum(Tanh.apply(x)))))
+    twice(lambda: packing(X))
 
 
 def test_what_does_not_warn():
