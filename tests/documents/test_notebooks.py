@@ -12,7 +12,8 @@ for package in ("flax", "ipykernel", "matplotlib", "rich"):
     pytest.importorskip(package, reason='notebooks need an extra: pip install -e ".[notebooks]"')
 import nbformat  # noqa: E402
 
-from .clean_notebooks import cleaned, without_folders  # noqa: E402
+from notebooks.tools.clean_notebooks import cleaned, without_folders  # noqa: E402
+
 from .compare_outputs import are_alike, differences  # noqa: E402
 
 pytestmark = pytest.mark.notebooks

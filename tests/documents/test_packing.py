@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from .packing import (
+from notebooks.tools.packing import (
     BEST,
     DEEP,
     DEPTHS,

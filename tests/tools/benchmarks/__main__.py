@@ -2,7 +2,7 @@
 
     python -m tests.tools.benchmarks [--quick] [--only TABLE or ROW] [--json FILE]
 
-The tables are `layer` (one layer, or many in a row) and `models` (a real model); tests/documents/packing.py measures
+The tables are `layer` (one layer, or many in a row) and `models` (a real model); notebooks/tools/packing.py measures
 packers. Everything in a row is measured in one loop, in an order that is shuffled in each round, and compared round by
 round, so that a machine that slows down for a while slows all contestants down. Where a goal of `results.py` is missed,
 the command fails.

@@ -1,8 +1,8 @@
 """When packing saved tensors pays: memory, time and error of small models, as tables of notebooks/packing.md.
 
-    python -m tests.documents.packing --json FILE [--memory]    measure with this version of JAX
-    python -m tests.documents.packing --write NEW [OLD]         put figures of two versions into the pages
-    python -m tests.documents.packing --deep                    measure deep transformers, and put them into the pages
+    python -m notebooks.tools.packing --json FILE [--memory]    measure with this version of JAX
+    python -m notebooks.tools.packing --write NEW [OLD]         put figures of two versions into the pages
+    python -m notebooks.tools.packing --deep                    measure deep transformers, and put them into the pages
 
 A program is a model, and the place of the block: around the whole loss, around each layer, or in the body of a scan
 over the layers. Everything is compared with the same program without a block, round by round. The deep transformers
@@ -282,7 +282,7 @@ def spread(values: list[float]) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.documents.packing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m notebooks.tools.packing", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="measure, and write the figures")
     parser.add_argument("--memory", action="store_true", help="only memory, which needs no repetition")
     parser.add_argument("--write", metavar="FILE", nargs="+", help="write tables of these figures into the page")

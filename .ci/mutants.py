@@ -1,6 +1,6 @@
 """Which changes of the code do the tests not notice? Makes random single-point mutants and runs the tests on each.
 
-    python -m tests.tools.mutants --count 150 --seed 0
+    python .ci/mutants.py --count 150 --seed 0
 
 A mutant is killed if a test fails. A survivor is either a test that is missing, or a change that changes no behaviour;
 a reader has to tell. Not a part of CI: 150 mutants take hours.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "pylayer_jax"
 LEFT_OUT = ("testing", "_demo.py", "__main__.py")
 TESTS = ("contract", "derivatives", "hooks", "layers", "devices", "generated")  # the fast ones first

@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages (with matplotlib; the GPT with jax 0.12): python -m tests.documents.draw_pictures"""
+"""Draw the pictures of the pages (with matplotlib; the GPT with jax 0.12): python -m notebooks.tools.draw_pictures"""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .ways import COLUMNS, EXAMPLES
+from tests.documents.ways import COLUMNS, EXAMPLES
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[1]
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Strip notebooks of what differs from machine to machine: python -m tests.documents.clean_notebooks FILE..."""
+"""Strip notebooks of what differs from machine to machine: python -m notebooks.tools.clean_notebooks FILE..."""
 
 from __future__ import annotations
 
