@@ -8,40 +8,27 @@
 
 A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
-1. When a block is entered in code that JAX traces, a `BlockTrace` becomes JAX's current trace, so JAX passes each
-   operation of the block to it. In a block around a call of `jax.grad` itself, only layers pack.
-2. For each value, the trace records its place (outside the block, constant, or computed in the block) and its origin
-   (operation, layer, name, source line). A view of a value, such as a reshape or a cast, has the origin of the value.
-3. The function `_outcome` names what the trace does with an operation: bind it unchanged, as a jitted function in
-   which a block of its own packs; bind it with hooks suspended, as a reshape, whose vjp keeps nothing to pack; stage
-   its body again, as that of a scan, so that each iteration packs; or, as most operations, bind a `HookedOperation`.
+1. In code that JAX traces, a block makes a `BlockTrace` JAX's current trace, which gets each operation of the block.
+   In a block around a call of `jax.grad` itself, only layers pack.
+2. The trace records the place of each value (outside the block, constant, or computed in it) and its origin (operation,
+   layer, name, source line). A view has the origin of its operand.
+3. `_outcome` names what the trace does with an operation: bind it unchanged, or with hooks suspended; stage its body
+   again, as that of a scan, so that each iteration packs; or, as for most, bind a `HookedOperation`.
 4. A `HookedOperation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
 5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
    that `jax.vjp` returns is a residual. For an operation that keeps nothing, the trace of the block records the
    equation, in eager mode with weak references.
 6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or
-   if the predicate `only` or the keys of `by_name` exclude its origin.
+   if `only` or the keys of `by_name` exclude its origin.
 7. A residual is recomputed in backward if equations lead to it from tensors that are kept anyway, or from smaller ones.
    The table of primitives says which equations, by the errors of these tensors.
 8. Every other residual is packed. The pair remembers the packed result by weak references, so that another operation
-   with the same residual reuses it as long as JAX keeps it.
-9. JAX keeps each packed array once, as a residual of a `Pullback`, which is a linear map of tangents. In staged code,
-   an optimization barrier makes XLA pack before it uses the outputs of the operation.
-10. When JAX transposes the linear map, `Pullback` restores the residuals from the packed arrays and calls the function
-    that `jax.vjp` returned. In staged code, a barrier makes XLA wait for the cotangents before it unpacks. A layer
-    packs and restores its saved tensors in the same way, but restores each tensor only when `backward` reads it.
-
-The modules, each of which imports only modules above it:
-
-- `primitives` is the table of JAX's primitives (5 and 7).
-- `host` runs hooks on the host, and holds their results for compiled programs.
-- `pack` defines a pair of hooks, the key that compares pairs, and the `Origin` of a tensor; it packs and unpacks one
-  tensor (sentence 8).
-- `active` finds the blocks of hooks that are open in this thread.
-- `origins` follows values through the jaxprs of loops, conds and checkpoints, for hooks (2) and for the report.
-- `residuals` decides for each residual whether it is packed, recomputed or neither, and restores it (6 to 10).
-- `operations` defines the trace of a block and the operations that it binds (sentences 1 to 5, and `Pullback`).
-- `block` defines `saved_tensors_hooks`.
+   with the same residual reuses it.
+9. JAX keeps each packed array once, as a residual of a `Pullback`, a linear map of tangents. In staged code, an
+   optimization barrier makes XLA pack before it uses the outputs of the operation.
+10. To transpose the map, `Pullback` restores the residuals and calls the function that `jax.vjp` returned. In staged
+    code, a barrier makes XLA wait for the cotangents before it unpacks. A layer does the same with its saved tensors,
+    but restores each only when `backward` reads it.
 """
 
 from .active import active_pair, hooks_suspended

@@ -16,12 +16,10 @@ from .pack import Pair
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
 OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts residuals without hooks
 
-# The innermost block of this thread. JAX adds the innermost block of saved-tensor hooks to the key of each of its
-# caches: see NOTE [blocks as keys].
+# The innermost block of this thread, a part of the key of each of JAX's caches: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
 
-# Whether `pack_residuals` marks each tensor for the report. JAX adds the flag `is_reported` to the key of each of its
-# caches.
+# Whether `pack_residuals` marks each tensor for the report. This flag is a part of the keys too.
 is_reported: Final = jax.make_user_context(False)
 
 
@@ -31,7 +29,7 @@ def reads_origins(pair: Pair) -> bool:
 
 
 # The innermost block that this asyncio task entered, or inherited from the task that created it. All tasks of a thread
-# see the same value of `active`. Therefore `check_task` compares the block in `active` with the block in `_entered`.
+# see the same value of `active`, so `check_task` compares the two.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
@@ -39,22 +37,17 @@ class Block:
     """One entry into a `with` block of hooks.
 
     NOTE [blocks as keys]
-    JAX's caches have the current block as a part of their keys, and may keep it forever. JAX's caches keep the block
-    alive. A block that always referred to its hooks would keep the hooks alive too. Therefore a block drops its pair of
-    hooks when the program leaves the block, and keeps only the key of the pair.
+    The current block is a part of the keys of JAX's caches, which may keep it forever. So that they do not keep the
+    hooks alive, a block drops its pair when the program leaves the block, and keeps only the key of the pair.
 
-    If two blocks are equal, JAX reuses in one block the jaxprs that it traced in the other block. Two blocks are equal
-    if their pairs are equal. Two blocks of one thread are also equal as long as `is_shared` is True for both blocks. A
-    block of hooks is shared at first if code enters the block while JAX traces no jaxpr. A block stops being shared
-    when code in the block calls `active_pair` while JAX traces a jaxpr. JAX caches the jaxpr when the trace is
-    complete, so after this call of `active_pair`. Therefore nothing that JAX caches in a shared block depends on the
-    pair of hooks of this block. If a later shared block has a new pair, JAX reuses the cached entries and does not
-    compile again. Two blocks that are equal while both are shared may become unequal when one of them stops being
-    shared. Therefore all blocks have the same hash.
+    In a block, JAX reuses the jaxprs that it traced in an equal block. Blocks with equal pairs are equal, and so are
+    two blocks of one thread while both are shared. A block is shared if it was entered while JAX traced no jaxpr, until
+    code in it calls `active_pair` while JAX traces a jaxpr. JAX caches this jaxpr only after the call, so nothing that
+    it caches in a shared block depends on the pair, and a new pair compiles nothing again. Since equal blocks may
+    become unequal, all blocks have the same hash.
 
-    Two blocks of different threads are equal only if the two blocks have equal pairs of hooks. JAX lets a thread wait
-    while another thread traces code under an equal key, and it is not yet known whether this code will call
-    `active_pair`. tests: hooks/test_identity.py
+    Between threads, only equal pairs make blocks equal. JAX lets a thread wait while another thread traces code under
+    an equal key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py
     """
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
@@ -70,7 +63,7 @@ class Block:
 
     @property
     def is_at_top(self) -> bool:
-        """Whether this block is open, was entered in code that JAX does not trace, and is not ignored."""
+        """Whether this block is open, not ignored, and was entered in code that JAX does not trace."""
         return self._trace is None and bool(self._contexts)
 
     def __eq__(self, other: object) -> bool:
@@ -83,7 +76,6 @@ class Block:
         return 0  # blocks with different keys are equal while both are shared
 
     def enter(self) -> Block:
-        """Make this block the innermost block of the thread."""
         self.outer = _entered.get()
         _entered.set(self)
         self._contexts = [] if active.value is OFF else [active(self)]
@@ -94,11 +86,7 @@ class Block:
         return self
 
     def leave(self) -> None:
-        """Leave this block, and make the block around it the innermost block again.
-
-        Raises:
-            RuntimeError: if this block is not the innermost block of this thread. The block is left even then.
-        """
+        """Leave this block. Raise a RuntimeError, after leaving it, if it is not the innermost block of this thread."""
         trace, contexts = self._trace, self._contexts
         self.value, self._trace, self._contexts = None, None, []
         if _entered.get() is self:
@@ -117,11 +105,7 @@ class Block:
             )
 
     def check_task(self) -> None:
-        """Check that the current asyncio task entered the block, or was created inside the block.
-
-        Raises:
-            RuntimeError: if another task entered the block.
-        """
+        """Raise a RuntimeError unless the current asyncio task entered the block, or was created inside it."""
         if _open(_entered.get()) is not self:
             raise RuntimeError(
                 "a block of saved_tensors_hooks that another asyncio task entered is still open in this thread. It "
@@ -131,7 +115,7 @@ class Block:
 
 
 def _open(block: Block | None) -> Block | None:
-    """Return the first block that the program has not left, from `block` outwards, or None."""
+    """Return the first block that the program has not left, from `block` outwards."""
     while block is not None and block.value is None:
         block = block.outer
     return block
@@ -143,7 +127,7 @@ def innermost_block() -> Block | None:
 
 
 def entered_block(pair: Pair) -> Block | None:
-    """Return the innermost open block of the hooks `pair` in the current thread and asyncio task, or None."""
+    """Return the innermost open block of `pair` in the current thread and asyncio task."""
     block = _open(_entered.get())
     while block is not None and block.value is not pair:
         block = _open(block.outer)
@@ -151,11 +135,7 @@ def entered_block(pair: Pair) -> Block | None:
 
 
 def active_pair() -> Pair | None:
-    """Return the pair of hooks of the innermost block, or None if hooks are switched off or no block is active.
-
-    Raises:
-        RuntimeError: if another asyncio task entered the block.
-    """
+    """Return the pair of the innermost block, which is then no longer shared if JAX traces a jaxpr."""
     block = innermost_block()
     if block is None or isinstance(block.value, str):
         return None
@@ -166,8 +146,5 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which hooks pack nothing.
-
-    Use this context to run a hook, or to run code whose residuals the caller packs.
-    """
+    """Return a context for running a hook, or code whose residuals the caller packs."""
     return active(SUSPENDED)

@@ -32,7 +32,6 @@ _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect
 
 
 def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
-    """Return whether a function accepts `n_arguments` arguments. Return True if its signature is unknown."""
     try:
         # A decorator written in Python may change the arguments, so read the decorated function's own signature.
         inspect.signature(function, follow_wrapped=not inspect.isfunction(function)).bind(*[None] * n_arguments)
@@ -44,11 +43,7 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
 
 
 def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
-    """Check that a hook accepts one of the given numbers of arguments.
-
-    Raises:
-        TypeError: if the hook is not callable, or accepts none of these numbers of arguments.
-    """
+    """Raise a TypeError unless `hook` accepts one of these counts of arguments."""
     if not callable(hook):
         raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
     if not any(_takes(hook, count) for count in counts):
@@ -56,10 +51,7 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 class Predicate:
-    """A callable with two parameters, an array and its origin, which calls the predicate `only` of a pair of hooks.
-
-    Records whether it was ever True.
-    """
+    """The predicate `only` of a pair, as a function of an array and its origin. It records whether it was ever True."""
 
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only
@@ -76,7 +68,6 @@ class Predicate:
 
 
 def predicate(owner: str, only: Any) -> Predicate | None:
-    """Return a `Predicate` for the function `only`. This function takes an array, or an array and its origin."""
     if only is None:
         return None
     check_hook(owner, "only", only, 1, 2)
@@ -99,14 +90,13 @@ def _misspelled(key: Any, names: Collection[str]) -> str:
 
 
 def _stacklevel_of_user() -> int:
-    """Return the `stacklevel` for the caller with which a warning shows a line of the user's code."""
+    """Return the `stacklevel` with which a warning of the caller shows a line of the user's code."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
     is_own = [not any(part in file for part in _NOT_OF_USER) for file in files]
     return is_own.index(True) + 1 if any(is_own) else 2
 
 
 def _shown(value: Any) -> str:
-    """Return the name of a function or a dtype, or the `repr` of another argument on one line."""
     name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
     return " ".join(repr(value).split()) if name is None else str(name)
 
@@ -114,7 +104,7 @@ def _shown(value: Any) -> str:
 class _RemembersInitArguments:
     """A base class whose instances remember the arguments of `__init__`, also in a subclass.
 
-    `__new__` is in a separate class, since `inspect.signature` prefers `__new__` if a class has both methods.
+    It is a separate class, since `inspect.signature` prefers `__new__` if a class has both methods.
     """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -142,46 +132,44 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         (3, 2)
 
     The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
-    the block. Each tensor is packed once. A jitted function is one operation, and so is a loop in eager mode. If JAX
-    traces a scan to a jaxpr, the hooks pack residuals in each iteration of the scan. A tensor that an operation or a
-    jitted function computes from its other residuals (a mask, a square) is recomputed. Arrays on `ctx` attributes,
-    constants and PRNG keys are not packed. Put the block around the differentiated code: inside the function that
-    `jax.grad` gets, or as a decorator of this function. Around a call of `jax.grad`, or of a jitted train step, a block
-    packs only the tensors that the layers in that call save. The block does not pack the residuals of other JAX
-    operations in that call, because JAX does not show these residuals to the block. The `repr` of a pair shows how many
-    tensors the pair has packed. The `repr` reports no tensors if the block is in the wrong place. The `repr` also
-    reports no tensors if JAX reuses a program that it compiled for another, equal pair of hooks.
+    the block, each tensor once. A jitted function is one operation, and so is a loop in eager mode; a scan that JAX
+    traces to a jaxpr packs in each iteration. A tensor that an operation or a jitted function computes from its other
+    residuals (a mask, a square) is recomputed. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
+
+    Put the block around the differentiated code: inside the function that `jax.grad` gets, or as a decorator of this
+    function. Around a call of `jax.grad`, or of a jitted train step, a block packs only the tensors that layers save,
+    since JAX does not show it the residuals of other operations. The `repr` of a pair shows how many tensors it has
+    packed: none if the block is in the wrong place, or if JAX reuses a program that it compiled for an equal pair.
 
     In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
     hooks like any other code. With `host=True`, the hooks run on the host and get NumPy arrays.
 
     Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. The hooks do not pack a tensor
-    that JAX keeps only for a second derivative. Suppose that the block is inside staged code, such as a jitted function
-    or the body of a scan, and that JAX differentiates this code from outside. A second derivative then raises an error,
-    unless the hooks are `differentiable`. Forward mode works inside a block of hooks. In staged code, JAX may compute
-    the tangents from tensors that the hooks have packed and unpacked.
+    that JAX keeps only for a second derivative. If the block is inside staged code (a jitted function, the body of a
+    scan) that JAX differentiates from outside, a second derivative raises an error unless the hooks are
+    `differentiable`. Forward mode works too; in staged code, JAX may compute its tangents from tensors that were packed
+    and unpacked.
 
     A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
 
     Args:
-        pack_hook: a function that takes a tensor and returns any pytree. JAX keeps the arrays of this pytree, and the
-            package holds other objects by reference.
+        pack_hook: a function that takes a tensor and returns any pytree. JAX keeps its arrays, and the package holds
+            other objects by reference.
         unpack_hook: a function that takes the result of `pack_hook` and returns a tensor of the same shape and dtype as
             before. It runs when `backward` reads its saved tensors, perhaps several times for one pack. The package
             restores the weak type and the sharding.
         host: whether both hooks run on the host, also in compiled programs. On several devices, such a program gathers
-            each tensor. The host drops a result of `pack_hook` that was unpacked when the same place in the program
-            packs again, and drops all results on `close()` or when JAX deletes the program. A block of such hooks
-            inside `jax.checkpoint` is an error, since `jax.checkpoint` allows no effects.
-        differentiable: whether the derivative of `unpack(pack(x))` in JAX is the derivative of the identity. A cast and
-            a transfer have this property; rounding does not.
-        only: a predicate of an array, or of an array and its origin. It may read the shape, dtype and sharding
-            (`jax.typeof(x).sharding`) of the array. `info.operation` or `info.layer` computed the tensor, `info.name`
-            is its name (`saved_names`, `checkpoint_name`), and `info.inside` names the functions (and their classes)
-            through which the block called the operation, and then the `jax.named_scope`s, each outermost first:
-            `("loss", "Block", "Attention")`. A tensor for which `only` returns False is not packed: JAX keeps this
-            tensor as without hooks.
+            each tensor. The host drops an unpacked result of `pack_hook` when the same place in the program packs
+            again, and all results on `close()` or when JAX deletes the program. A block of such hooks inside
+            `jax.checkpoint` is an error, since `jax.checkpoint` allows no effects.
+        differentiable: whether the derivative of `unpack(pack(x))` in JAX is that of the identity, as for a cast or a
+            transfer, but not for rounding.
+        only: a predicate of an array, or of an array and its origin `info`; JAX keeps a tensor for which it is False as
+            without hooks. It may read the shape, dtype and sharding (`jax.typeof(x).sharding`) of the array.
+            `info.operation` or `info.layer` computed the tensor, `info.name` is its name (`saved_names`,
+            `checkpoint_name`), and `info.inside` names the functions (and their classes) through which the block called
+            the operation, and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`.
 
     Warns:
         UserWarning: if a block at top level has packed nothing (a decorated function: and runs a backward pass), or if
@@ -212,13 +200,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         self._set_up(saved_tensors_hooks, key, [step], recomputes=False, packs_arguments=True)
 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
-        """Set up a pair. The method `owner.__init__` calls this function.
-
-        Two pairs of one class are equal if their `values` are equal.
-
-        If a subclass overrides `__init__`, each pair of this subclass is equal only to itself, because the hooks of the
-        pair may store state.
-        """
+        # A pair of a subclass with an `__init__` of its own equals only itself, because its hooks may store state.
         if type(self).__init__ is owner.__init__:
             self._key = key_of(type(self)), *values
         self._pair = Pair(steps, self._key, store_of(self._key), **options)
@@ -242,13 +224,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{recomputed}{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a pair has no open blocks, because an open block belongs to a thread. The copy has no packed values,
-        # because packed values belong to a process.
+        # Open blocks belong to a thread and packed values to a process, so a copy has neither.
         args, kwargs = self._made_with
         return functools.partial(type(self), *args, **kwargs), ()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return a function that calls `function` in a block of this pair."""
         if not callable(function):
             raise TypeError(f"{type(self).__name__} decorates a function, got {function!r}. Or use it in `with`.")
         if any(test(function) for test in _RUNS_LATER):
@@ -306,10 +286,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 warnings.warn(message, stacklevel=_stacklevel_of_user())
 
     def _warnings(self, is_idle: bool) -> list[str]:
-        """Return warnings about a block that packed nothing, and about keys and predicates that selected no tensor.
-
-        Each is given once per pair. `is_idle`: whether the block was at top level, and was not that of a loss.
-        """
+        """Return warnings, each once per pair. `is_idle`: the block was at top level, and was not that of a loss."""
         pair, found = self._pair, list[str]()
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
         if is_idle and not self._was_reported and hash(pair.key) not in _packed_at_top:
@@ -335,22 +312,19 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         return found
 
     def close(self) -> None:
-        """Delete all packed values that compiled programs hold for this pair of hooks.
+        """Drop the packed values that compiled programs hold for this pair. A backward that needs them then fails.
 
-        A backward that needs these values fails.
-
-        Equal pairs share these values. The host drops the packed values when the program has closed all pairs that
-        share them. The host does not wait for a pair that Python has deleted, or that no code has entered. Without
-        `close`, a program holds the values of its last run until the program runs again, or until JAX deletes it. (Each
-        call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX keeps the old programs.) Deleting the pair
-        object drops nothing, since JAX returns from a call before the program has run.
+        Equal pairs share these values: they go when all of these pairs that were entered and still exist are closed.
+        Without `close`, a program holds the values of its last run until it runs again or JAX deletes it, and each call
+        of `jax.lax.scan` outside of `jax.jit` is a program that JAX keeps. Deleting the pair drops nothing, since JAX
+        returns from a call before the program has run.
         """
         self._pair.store.close(self)
 
 
 @contextlib.contextmanager
 def disable_saved_tensors_hooks(message: str) -> Generator[None]:
-    """Forbid pairs of hooks: entering a pair inside this block, or a function that it decorates, is an error.
+    """Forbid entering a pair of hooks, or calling a function that it decorates, inside this block.
 
         >>> with disable_saved_tensors_hooks("not here"), cast_saved():
         ...     pass

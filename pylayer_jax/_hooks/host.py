@@ -10,14 +10,13 @@ Tokens begin at 1. The token 0 comes from the gradient of a batched `cond`: JAX 
 example did not take.
 
 NOTE [held objects]
-A program usually reads an object once. JAX may move the packing of a loop-invariant tensor out of the loop, and then
-reads it several times. If `backward` does not run, the program never reads it. The host cannot know which reads will
-follow. When the same device puts an object at the same place again, a new forward pass has begun. The host then drops
-each older object that this device put at this place and has read. It holds an object that was never read until the
-hooks are closed, or until Python deletes the program. If a hook raises an exception, the program reads nothing that it
-put in this run. Therefore all objects of the store then count as read. A compiled `backward` may never read a packed
-tensor, such as the maximum that softmax subtracts. Then each run of the program would leave one more object on the
-host. To avoid this on CPU, XLA may remove a call of the pack hook whose token no code reads. tests: hooks/test_host.py
+A program reads an object once; several times if JAX moved the packing of a loop-invariant tensor out of the loop; or
+never, if `backward` does not run. So the host drops an object only when a new forward pass has begun: when the same
+device puts an object at the same place again, those that it has read there go. One that was never read stays until the
+hooks are closed, or Python deletes the program. After an exception in a hook, the program reads nothing more of this
+run, so all objects of the store count as read. If a compiled `backward` never reads a packed tensor, such as the
+maximum that softmax subtracts, each run would leave one more object. To avoid this on CPU, XLA may remove a call of the
+pack hook whose token no code reads. tests: hooks/test_host.py
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axe
 from pylayer_jax._messages import hint
 from pylayer_jax._trees import WeakTable
 
-# Python may collect an object at any line, and the finalizer of a held object may close a pair of hooks. Therefore all
-# stores share one reentrant lock, so that no deadlock is possible.
+# Python may collect an object at any line, and the finalizer of a held object may close a pair of hooks. One reentrant
+# lock for all stores rules out a deadlock.
 _lock = threading.RLock()
 _counter = itertools.count()  # of all places, so that no place finds the object of another
 
 
 def new_number() -> int:
-    """Return a number for an object, from 1 to 2**32 - 1."""
+    """Return a new number from 1 to 2**32 - 1, which fits into a token."""
     return next(_counter) % (2**32 - 1) + 1
 
 
@@ -58,15 +57,11 @@ class HostStore:
         self._owners = WeakTable()  # the hooks that are not closed yet; equal pairs are different owners
 
     def add_owner(self, hooks: Any) -> None:
-        """Keep all objects until `hooks` is closed."""
         with _lock:
             self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
-        """Remove the owner `hooks`.
-
-        Drop all objects of this store if no pair of hooks that uses the store is still open.
-        """
+        """Drop all objects of this store, if `hooks` was its last owner."""
         dropped: list[Any] = []
         with _lock:
             self._owners.drop(hooks)
@@ -86,16 +81,12 @@ _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictiona
 
 
 def store_of(key: Any) -> HostStore:
-    """Return the store that all pairs with this key share."""
     with _lock:
         return _stores.get(key) or _stores.setdefault(key, HostStore())
 
 
 class HeldObjects:
-    """The objects that the host holds for one place in a program: see NOTE [held objects].
-
-    Beyond `limit` objects, the place drops the oldest.
-    """
+    """The objects, at most `limit`, that the host holds for one place in a program: see NOTE [held objects]."""
 
     def __init__(self, store: HostStore, limit: float = math.inf) -> None:
         self.objects: dict[int, Any] = {}  # number -> object, the oldest first
@@ -106,7 +97,6 @@ class HeldObjects:
             store.places.add(self)
 
     def put(self, number: int, value: Any, device: int) -> None:
-        """Hold an object under a new number."""
         with _lock:
             dropped = [self.objects.pop(number, None) for number in self.read_by.pop(device, ())]
             self.objects[number] = value
@@ -115,11 +105,6 @@ class HeldObjects:
         del dropped  # release the objects outside the lock, since their finalizers may run any code
 
     def get(self, number: int, device: int) -> Any:
-        """Return the object with this number.
-
-        Raises:
-            KeyError: if the host does not hold it any more.
-        """
         with _lock:
             self.read_by.setdefault(device, set()).add(number)
             return self.objects[number]
@@ -134,10 +119,7 @@ def call_on_host(
     without_last: Callable[..., Sequence[Any]] | None = None,
     **options: Any,
 ) -> tuple[list[Any], Any]:
-    """Bind a `host_call` of `run(device, *operands)`. Return its results, and the index of the device.
-
-    Within a shard_map, each device makes calls of its own.
-    """
+    """Bind a `host_call` of `run(device, *operands)`. Return its results, and the index of the device."""
 
     def named(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         def run_or_explain(*operands: Any) -> Sequence[Any]:
@@ -162,10 +144,7 @@ def call_on_host(
 
 
 class PackSite:
-    """One call of a pack hook on the host, at one place in a compiled program.
-
-    The call runs once per execution of the program, or once per iteration of a loop.
-    """
+    """The calls of a pack hook and its unpack hook on the host, at one place in a compiled program."""
 
     def __init__(
         self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
@@ -175,11 +154,9 @@ class PackSite:
         self._packed = HeldObjects(store)
 
     def token(self, tensor: Any) -> jax.Array:
-        """Pack a traced tensor on the host, and return the token of the packed value."""
         return self._call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor)
 
     def restored(self, token: Any) -> jax.Array:
-        """Unpack a packed value on the host, and return the tensor. A traced token says which value."""
         return self._call("unpack_hook", self._get, self._type, token)
 
     def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:

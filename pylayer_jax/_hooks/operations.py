@@ -1,17 +1,13 @@
-"""The trace of a block of hooks. This trace can replace an operation by a function with its own derivative rule.
-
-When a block of hooks begins in code that JAX traces, a `BlockTrace` becomes JAX's current trace. JAX then passes every
-operation in the block to this trace. If JAX differentiates an operation now, or may differentiate it later, the trace
-of the block usually binds a `HookedOperation` instead of the operation. Its rule calls `jax.vjp` on the operation and
-packs the residuals:
+"""The trace of a block of hooks, which replaces operations by functions with their own derivative rules.
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
-An operation is any equation that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-The derivative rule of an operation suspends all saved-tensor hooks while it runs the operation. Otherwise hooks would
-pack the residuals of the operation twice.
+In code that JAX traces, a `BlockTrace` gets every operation in the block: any equation that JAX binds, such as an
+addition, a jitted function, a scan, a function with a custom gradient. If JAX differentiates the operation now, or may
+do so later, the trace usually binds a `HookedOperation` instead. Its rule calls `jax.vjp` on the operation, with hooks
+suspended so that nothing is packed twice, and packs the residuals.
 """
 
 from __future__ import annotations
@@ -99,7 +95,7 @@ _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_j
 
 
 class _Facts(NamedTuple):
-    """Properties of a jitted function. A long one is no view, and its vjp may keep arrays."""
+    """Properties of a jitted function. A long one counts as no view, and its vjp as keeping arrays."""
 
     is_view: bool  # all its equations are views, or have no tangent
     # Its vjp keeps no array if each tuple has the position of an operand that is a number. None: it may keep an array.
@@ -158,7 +154,6 @@ class Operation(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """The layer that this operation applies, or ""."""
         return layer_of_params(self.params) if self.primitive is rule_function_p else ""
 
     @property
@@ -187,7 +182,7 @@ class Operation(NamedTuple):
         return self.kind == "shard_map" or (self.kind not in _CUSTOM_RULES and bool(inner_jaxprs(self.params)))
 
     def keeps_nothing(self, args: Sequence[Any], pair: Pair) -> bool:
-        """Return whether the vjp function keeps no array that hooks pack. Hooks of users see numbers too."""
+        """Return whether the vjp keeps no array that hooks pack. Hooks of users see numbers too."""
         if row := self.row:
             is_number_kept = row.keeps_numbers and pair.recomputes and any(map(is_number, args[self.kind == "div" :]))
             return row.keeps_nothing or is_number_kept
@@ -197,7 +192,7 @@ class Operation(NamedTuple):
         return all(any(is_number(args[i]) for i in positions) for positions in numbers)
 
     def equation(self, inputs: Sequence[Any], value: Any) -> Equation | None:
-        """Return an equation of the result, or None if backward may not compute it again from any operands."""
+        """Return an equation of the result, or None if backward may never compute it again."""
         if self.row:
             return Equation(self.primitive, self.params, inputs, typeof(value)) if self.row.recomputed else None
         if not self.is_jitted or _facts_of(self.params).numbers is None:
@@ -217,12 +212,9 @@ class Operation(NamedTuple):
 
 
 class HookedOperation(RuleFunction):
-    """A function that computes one operation in a block of hooks.
+    """A function that computes one operation, and whose rule packs the residuals.
 
-    For the derivative of this function, JAX keeps residuals that the hooks have packed.
-
-    The operands of this function begin with those of the original operation. Further operands may follow, from which
-    backward can compute operands of the operation again.
+    After the operands of the operation, further ones may follow, from which backward can compute those again.
     """
 
     def __init__(
@@ -244,10 +236,7 @@ class HookedOperation(RuleFunction):
         self.left_unpacked = left_unpacked  # the positions of operands that are not packed
 
     def stage(self, args: Sequence[Any]) -> Values:
-        """Stage the operation to a jaxpr, `self.jaxpr`, so that the operation can run several times.
-
-        Return its closed-over values.
-        """
+        """Stage the operation to a jaxpr, so that it can run several times. Return its closed-over values."""
         n, types = len(self.origins), [typeof(x) for x in args]
         self.jaxpr, consts, _ = stage(lambda *args: (self.bind(*args[:n]), None), types, self.name)
         self.n_consts = len(consts)
@@ -262,10 +251,7 @@ class HookedOperation(RuleFunction):
         return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return one entry per operand: its cotangent if `args` has None for the operand, and None otherwise.
-
-        JAX calls this method if `jax.linear_transpose` gets code that contains a block of saved-tensor hooks.
-        """
+        """Transpose code that contains a block of hooks, for `jax.linear_transpose`."""
         missing = [x is None for x in args]
         types = [v.aval for v in self.jaxpr.invars]
         given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
@@ -287,8 +273,8 @@ class HookedOperation(RuleFunction):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-        # JAX runs this rule inside a partial evaluation, in which the tangents are unknown values. The hooks run in the
-        # trace outside this partial evaluation. In that trace, the primals are known.
+        # JAX runs this rule inside a partial evaluation, in which the tangents are unknown. The hooks run in the trace
+        # outside of it, in which the primals are known.
         with set_current_trace(without_pass_through(trace_of_primals(primals))):
             recorder = Recorder(current_trace())
             with hooks_suspended(), set_current_trace(recorder):
@@ -304,7 +290,7 @@ class HookedOperation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _origins(self, primals: Sequence[Any], nonzero: Sequence[bool], found: Sequence[Any]) -> dict[int, Origin]:
-        """Return the origins of `found`, by id: the results and the leaves of the vjp function."""
+        """Return the origins by id of `found`: the results, and the leaves of the vjp function."""
 
         def differentiated(*args: Any) -> list[Any]:
             run = lambda *given: self.run(*merge(nonzero, given, args))  # noqa: E731
@@ -322,10 +308,7 @@ class HookedOperation(RuleFunction):
     def _packing(
         self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder, origins: dict[int, Origin]
     ) -> Packing:
-        """Return the arguments of `pack_residuals`.
-
-        `array_of` maps the `id()` of each leaf of the vjp function to the JAX array that replaces the leaf.
-        """
+        """Return the arguments of `pack_residuals`. `array_of`: id of a leaf of the vjp function -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         consts, args = primals[: self.n_consts], primals[self.n_consts :]
         done: dict[int, Equation] = {}
@@ -362,25 +345,19 @@ class HookedOperation(RuleFunction):
 
 
 def _viewed(x: Any, equations: dict[int, tuple[Any, Equation]]) -> Any:
-    """Return the value of which `x` is a view."""
     while id(x) in equations and equations[id(x)][1].row.is_view:
         x = equations[id(x)][1].inputs[0]
     return x
 
 
 def _residual_of(x: Any) -> Any:
-    """Return the residual of an expression of kept values; None for a number."""
     if isinstance(x, Equation):
         return recomputed(x, _residual_of)
     return None if is_number(x) else x
 
 
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
-    """Return the origins by ids of operands.
-
-    In eager mode, `checkpoint_name` returns its operand itself. Therefore the same array may occur twice in `operands`,
-    with two origins. Then prefer the origin with a name.
-    """
+    # In eager mode, `checkpoint_name` returns its operand itself: of two origins of one array, the named one is last.
     pairs = sorted(zip(operands, origins, strict=False), key=lambda pair: bool(pair[1].name))
     return {id(x): origin for x, origin in pairs}
 
@@ -429,7 +406,7 @@ class Pullback(LinearMap):
 
 
 class Outcome(enum.Enum):
-    """One of the ways to process a JAX operation in a block of saved-tensor hooks."""
+    """A way to process an operation in a block of hooks."""
 
     PASS_ON = "bind it in the trace below: a block inside it packs, or it closes over a Ref"
     SUSPEND = "bind it in the trace below, with hooks suspended: JAX keeps nothing for it that hooks could pack"
@@ -438,7 +415,6 @@ class Outcome(enum.Enum):
 
 
 def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
-    """Return an `Outcome`, which says what the trace of a block of hooks does with an operation on `args`."""
     if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
@@ -448,7 +424,7 @@ def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
 
 
 def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Sequence[Any]) -> bool:
-    """Return whether JAX differentiates an operation in reverse mode, or may do so later. `examples`: whole batches."""
+    """Return whether JAX differentiates in reverse mode, or may do so later. `examples`: whole batches of `args`."""
     kinds = {type(x) for x in examples}
     is_differentiated = REVERSE.tracer in kinds
     # In reverse-over-forward mode (`jax.grad` of a function that calls `jax.jvp`), JAX keeps tensors only for a second
@@ -460,15 +436,8 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 
 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
-    """Return whether to stage the body of a scan or jitted function again, to pack residuals inside the body.
-
-    In the newly staged body, each operation packs its own residuals.
-
-    If the residuals of a scan were packed after the scan, JAX would first stack the unpacked residuals of all
-    iterations. If `only` or `by_name` selects tensors by their origin, hooks also pack inside a jitted function of the
-    user. The reason is that the origin of a tensor names the operation that computed the tensor, such as an operation
-    inside the jitted function.
-    """
+    # After a scan, JAX would have stacked the unpacked residuals of all iterations. And `only` and `by_name` read the
+    # origin of a tensor, which names an operation inside a jitted function of the user.
     if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
         return False
     if any(map(_is_differentiated_twice, examples)):  # residuals packed within a scan have no second derivative
@@ -480,10 +449,9 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
 
 
 def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
-    """Return whether JAX differentiates the operation in reverse mode as soon as the operation runs.
+    """Return whether JAX differentiates the operation as it runs: once, in `jax.vjp`, so without staging it first.
 
-    The operation then runs once, in `jax.vjp`. Therefore the caller need not stage the operation to a jaxpr first. JAX
-    can stage an operation with a custom rule only once.
+    JAX can stage an operation with a custom rule only once.
     """
     examples = list(map(whole_batch, args))
     if operation.kind == "shard_map":
@@ -497,31 +465,20 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
 
 
 def _is_staged_below(example: Any) -> bool:
-    """Return whether a whole batch is staged.
-
-    If `example` is a reverse-mode tracer, return whether the primal of this tracer is staged.
-    """
     return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
 
 
 def _is_differentiated_twice(example: Any) -> bool:
-    """Return whether reverse mode and an outer transformation both differentiate an array.
-
-    For a value inside `jax.vmap`, `example` is the array of the whole batch.
-    """
     return isinstance(example, REVERSE.tracer) and is_differentiated(example.primal)
 
 
 def _closes_over_ref(jaxpr: Any) -> bool:
-    """Return whether a jaxpr closes over a `jax.Ref`.
-
-    If a parameter of an equation is a jaxpr that closes over a Ref, this Ref is not an operand of the equation.
-    """
+    # Such a Ref is not an operand of the equation that has the jaxpr as a parameter.
     return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
 
 def _holds_block(jaxpr: Any) -> bool:
-    """Return whether code entered a nested block of saved-tensor hooks while JAX staged this jaxpr."""
+    """Return whether a nested block was entered while JAX staged this jaxpr."""
     for equation in jaxpr.eqns:
         if equation.primitive is rule_function_p and is_mark(payload_of(equation), _MARK):
             return True
@@ -534,7 +491,7 @@ def _holds_block(jaxpr: Any) -> bool:
 
 
 class Place(enum.Enum):
-    """Where a value was computed: outside a block of hooks, as a constant, or inside the block."""
+    """Where a value was computed, as seen from a block of hooks."""
 
     OUTSIDE = 0  # before the block; or a view of such a value
     CONSTANT = 1  # a concrete number; in staged code, any concrete array
@@ -550,7 +507,7 @@ class ValueRecord(NamedTuple):
 
 
 class BlockTrace(PassThroughTrace):
-    """The current trace in a block of hooks. JAX passes each operation in the block to this trace."""
+    """The current trace in a block of hooks, to which JAX passes each operation."""
 
     __slots__ = ("block", "entry", "is_staging", "outer", "records")
 
@@ -623,8 +580,7 @@ class BlockTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.value is None:
-                # The trace packs nothing in three cases. First, hooks are suspended. Second, the program is in an inner
-                # block of hooks. Third, the program has already left the block, and JAX has restored this trace.
+                # Hooks are suspended, or an inner block is open, or JAX restored this trace after the block was left.
                 return operation.bind(*args)
             self.block.check_task()
             records = list(map(self.record_of, args))
@@ -636,14 +592,12 @@ class BlockTrace(PassThroughTrace):
     def _bind(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values:
-        """Carry out the outcome for an operation."""
         __tracebackhide__ = True
         outcome = _outcome(operation, args, self.pair)
         if outcome is Outcome.PASS_ON:
             return operation.bind(*args)
         if outcome is Outcome.SUSPEND:
-            # The keys of JAX's caches contain the active block, so JAX would compile an eager operation again for each
-            # pair of hooks. While hooks are suspended, the key is the same for all pairs.
+            # The keys of JAX's caches contain the active block: JAX would compile an eager operation per pair.
             with hooks_suspended():
                 return operation.bind(*args)
         if outcome is Outcome.PACK_INSIDE:
@@ -655,7 +609,6 @@ class BlockTrace(PassThroughTrace):
     def _bind_hooked(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values:
-        """Bind a `HookedOperation`. Stage the operation to a jaxpr first, unless JAX is differentiating it now."""
         __tracebackhide__ = True
         expressions, further = _expressions(args, records)
         left = [i for i, record in enumerate(records) if self.is_left_unpacked(record)]
@@ -672,10 +625,9 @@ class BlockTrace(PassThroughTrace):
     def _pack_inside(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values | None:
-        """Trace the body of a scan or jitted function again in a block of hooks. Bind the equation with the new body.
+        """Bind a scan or a jitted function whose body is staged again in a block of hooks.
 
-        Return None if the body with hooks closes over values. Also return None if the results of this body and of the
-        original body differ in type.
+        Return None if the new body closes over values, or its results have other types.
         """
         __tracebackhide__ = True
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
@@ -700,16 +652,12 @@ class BlockTrace(PassThroughTrace):
         return operation.bind(*args, jaxpr=as_parameter(new_jaxpr))
 
     def is_left_unpacked(self, record: ValueRecord) -> bool:
-        """Return whether the hooks never pack a value, whichever operation keeps this value as a residual."""
+        """Return whether the hooks never pack a value, whichever operation keeps it."""
         return record.place is Place.CONSTANT or (record.place is Place.OUTSIDE and not self.pair.packs_arguments)
 
     # -- where values come from ----------------------------------------------------------------------
 
     def record_of(self, value: Any) -> ValueRecord:
-        """Return the record of a value.
-
-        If the trace has no record of a value, the value is a constant, or it was computed outside the block of hooks.
-        """
         record = self.records.get(value)
         if record is None:
             is_constant = not is_tracer(value) if self.is_staging else is_number(value)
@@ -717,11 +665,7 @@ class BlockTrace(PassThroughTrace):
         return record
 
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
-        """Store `record` for each value in `values`.
-
-        Also store `record` in the enclosing blocks, unless the values were computed outside this block. If an enclosing
-        block computed these values, the enclosing block already has its own record of the values.
-        """
+        """Store a record of these values, also in enclosing blocks, which have their own records of outside values."""
         if record != _OUTSIDE:  # `record_of` returns `_OUTSIDE` for a value without a record
             for value in values:
                 self.records.put(value, record)
@@ -729,10 +673,6 @@ class BlockTrace(PassThroughTrace):
             self.outer.set_record(values, record)
 
     def _origin_of(self, operation: Operation) -> Origin:
-        """Return the origin of an operation's results.
-
-        The origin includes JAX's source information only if the pair of hooks selects tensors by `only` or `by_name`.
-        """
         layer = operation.layer
         sources = (current(),) if self.entry else ()
         return Origin("" if layer else operation.name, layer, sources=sources, block=self.entry)
@@ -740,7 +680,7 @@ class BlockTrace(PassThroughTrace):
     def _record_results(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
     ) -> None:
-        """Record where the results of an operation come from, and how to recompute a result that is a view."""
+        """Record where results come from, and how backward may compute them again."""
         place = _place_of_results(operation, args, records)
         if operation.is_view:
             origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
@@ -766,7 +706,7 @@ class BlockTrace(PassThroughTrace):
 
 
 def _inputs(leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
-    """Return the inputs of an equation: the equation of an operand, unless the chain would become too long."""
+    """Replace operands by their equations, unless the chain would become too long."""
     is_short = [record.equation is not None and record.equation.depth < MOST_EQUATIONS for record in records]
     return [r.equation if short else x for x, r, short in zip(leaves, records, is_short, strict=True)]
 
@@ -784,7 +724,7 @@ class _Position(NamedTuple):
 
 
 def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Equation], Values]:
-    """Return the equations of operands, with positions in place of values, and the values that follow the operands."""
+    """Return the equations of operands, with positions for values, and the further values to which positions refer."""
     operands, expressions = list(args), dict[int, Equation]()
     position_of: dict[int, _Position] = {}
     for i, x in enumerate(args):
@@ -807,7 +747,7 @@ def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[d
 
 
 def _revived(equation: Equation) -> Equation | None:
-    """Return an equation of values in place of weak references to them, or None if a value is gone."""
+    """Replace weak references by their values. Return None if one is gone."""
     values: list[Any] = []
 
     def value_of(x: Any) -> Any:
@@ -819,12 +759,8 @@ def _revived(equation: Equation) -> Equation | None:
 
 
 def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
-    """Return the `Place` of an operation's results: outside the block of hooks, inside the block, or constant.
-
-    A view of a value from outside the block counts as computed outside the block. This is true even if the block
-    computes an integer operand of the view, such as a start index of `dynamic_slice`. If an operation is not a view,
-    and reads a value that is not constant, its results count as computed inside the block.
-    """
+    # A view of a value from outside counts as outside, even if the block computes an integer operand of the view, such
+    # as a start index of `dynamic_slice`.
     places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):
         return Place.CONSTANT
@@ -839,7 +775,7 @@ def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) 
 
 
 class BackwardWatch(PassThroughTrace):
-    """A trace that notes whether the code under it runs a backward pass, eagerly or in a jitted function."""
+    """A trace that notes whether a backward pass runs under it, eagerly or in a jitted function."""
 
     __slots__ = ("was_seen",)
 
@@ -863,7 +799,7 @@ def _has_backward(jaxpr: Any) -> bool:
 
 
 def enter_block(pair: Pair) -> Block:
-    """Enter a block of a pair, and return the block. The caller has to leave the block."""
+    """Enter a block of a pair. The caller has to leave it."""
     if innermost_block() is not None and not isinstance(current_trace(), BlockTrace):
         leave_mark(_MARK)  # so that no enclosing operation packs: only the innermost pair applies
     if active.value is OFF or nothing_is_traced():
@@ -875,24 +811,17 @@ def enter_block(pair: Pair) -> Block:
 
 
 def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which blocks of hooks have no effect."""
     return active(OFF)
 
 
 def tensors_marked() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the package applies a `Mark` to each tensor that is kept for backward.
-
-    The report finds these tensors by their marks.
-    """
+    """Return a context in which each tensor that is kept for backward gets a `Mark`, by which the report finds it."""
     return is_reported(True)
 
 
 @contextlib.contextmanager
 def names_recorded() -> Generator[None]:
-    """Enter a block of saved-tensor hooks that packs nothing, but records where each tensor is computed.
-
-    If the code is in a block of hooks already, do nothing.
-    """
+    """Unless a block is open, enter one that packs nothing, but records where each tensor is computed."""
     if innermost_block() is not None:
         yield
         return
@@ -907,11 +836,7 @@ def names_recorded() -> Generator[None]:
 
 
 class LayerBlock(NamedTuple):
-    """The data that one call of a layer needs from the block of saved-tensor hooks around this call.
-
-    A `LayerBlock` holds the hooks, and the origin of each input of the layer. A `LayerBlock` also has a mask of the
-    inputs that the hooks do not pack.
-    """
+    """Data that one call of a layer needs from the block of hooks around it."""
 
     pair: Pair
     origin: Origin  # the origin of the tensors that the layer computes
@@ -922,12 +847,11 @@ class LayerBlock(NamedTuple):
     def pack(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
     ) -> tuple[PackedResiduals, list[Any], list[Any]]:
-        """Pack the tensors that the layer saved, as `pack_residuals` does. `names` has their names."""
+        """Pack the tensors that the layer saved under `names`, as `pack_residuals` does."""
         origin_of = _origins_by_id(inputs, self.origins)
 
         def origin(tensor: Any, index: int) -> Origin:
-            # If the origin of an input contains a name, the input keeps this origin. Every other tensor gets the origin
-            # of the layer.
+            # An input keeps its origin, if anything is known of it.
             own = origin_of.get(id(tensor))
             own = own if own is not None and own.keys else self.origin
             return with_saver(own, self.origin.layer, names[index])
@@ -941,7 +865,6 @@ class LayerBlock(NamedTuple):
 
 
 def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool) -> LayerBlock:
-    """Return the `LayerBlock` that packs the saved tensors of a layer with the inputs `operands`."""
     trace = _trace_of_block()
     if trace is None:  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [], is_exact)
@@ -952,23 +875,18 @@ def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool)
 
 
 def layers_pack_themselves() -> Any:
-    """Return a context in which JAX bypasses the trace of the current block of saved-tensor hooks.
-
-    The package runs the code of a layer in this context, because the layer itself packs its saved tensors.
-
-    Outside this context, both the layer and the block of hooks would pack the residuals of the layer.
-    """
+    # JAX bypasses the trace of the block, which would pack the tensors of the layer again.
     return set_current_trace(without_pass_through(current_trace()))
 
 
 def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:
-    """Record that the block computed these values, which are the outputs of a layer."""
+    """Record that the block computed these outputs of a layer."""
     if (trace := _trace_of_block()) is not None:
         trace.set_record(list(map(whole_batch, values)), ValueRecord(Place.BLOCK, block.origin))
 
 
 def _trace_of_block() -> BlockTrace | None:
-    """Return the trace of a block in which a layer is applied, also where `jax.vmap` batches the layer."""
+    """Return the trace of the current block, also inside `jax.vmap`."""
     trace = current_trace()
     while isinstance(trace, BATCHED.trace):
         trace = trace.parent_trace

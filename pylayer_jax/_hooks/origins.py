@@ -1,4 +1,4 @@
-"""Finds the origin of values in a jaxpr, also where an inner jaxpr computes them.
+"""Finds the origin of the values of a jaxpr, also where an inner jaxpr computes them.
 
     { lambda ; a:f32[8]. let                                 a: an input
         b:f32[8] c:f32[3,8] = scan[                          c: three parts e, one per iteration
@@ -8,8 +8,8 @@
       in (c,) }
 
 `outputs_of` returns a `Value` of c, whose `part` is the `Value` of e, and a `Note`: the layer Tanh saves e as saved[0].
-The report reads these. `origins_of` turns them into `Origin`s for the hooks, which pack the residuals of a cond, a
-checkpoint, a shard_map or, in eager mode, a loop or a jitted function, as those of one operation.
+The report reads these. For the hooks, which pack the residuals of a cond, a checkpoint, a shard_map or an eager loop as
+those of one operation, `origins_of` turns them into `Origin`s.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from .primitives import JITTED, ROWS
 
 
 class Mark(RuleFunction):
-    """A function that marks a tensor x which JAX keeps for backward, so that `saved_tensors_report` finds x.
+    """A function that marks a tensor which JAX keeps for backward, so that `saved_tensors_report` finds it.
 
-    Its result is a further residual: an empty array, whose shape is that of x with an additional first axis of size 0,
-    such as f32[0,8,4] for f32[8,4]. Each enclosing scan or `jax.vmap` adds one axis in front: f32[3,0,8,4].
+    Its result is a further residual, an empty array such as f32[0,8,4] for f32[8,4]. Each enclosing scan or `jax.vmap`
+    adds one axis in front: f32[3,0,8,4].
     """
 
     def __init__(self, aval: Any, origin: Origin, recomputed_from: str | None) -> None:
@@ -63,7 +63,7 @@ class LayerFunction(RuleFunction):
         raise NotImplementedError
 
     def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
-        """Return the values that the layer saves, among its operands and results, with their names."""
+        """Return the saved values among operands and results, with their names."""
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ class Value:
         return self.aval.size * self.aval.dtype.itemsize
 
     def innermost(self) -> tuple[Value, int]:
-        """Return the slice of this value that one iteration of the innermost loop computes, and the slice count."""
+        """Return the part that one iteration of the innermost loop computes, and the number of such parts."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times
@@ -104,7 +104,7 @@ class Value:
 
 
 class Note(NamedTuple):
-    """A note about a computed value: which layer saves the value, or which name it has."""
+    """A note that a layer saves a value, or that the value has a name."""
 
     value: Value
     layer: str  # the layer that saves the value; empty for a `Mark` and for `checkpoint_name`
@@ -121,7 +121,7 @@ def by_value(notes: Sequence[Note]) -> dict[Value, list[Note]]:
 
 
 def notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
-    """Return the notes on `value.unsliced()`, on all slices of this array, and on the `part` of this array."""
+    """Return the notes on the unsliced value, on its slices and on its parts."""
     whole = value.unsliced()
     on_part = [] if whole.part is None else notes_on(whole.part, notes_of)
     return [*on_part, *notes_of.get(whole, ())]
@@ -131,7 +131,7 @@ def notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
 
 
 def names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
-    """Return the names of operations by JAX's traceback of the line, which their derivatives have too."""
+    """Return the names of operations by JAX's traceback, which their derivatives share."""
     name_of: dict[Any, str] = {}
     for equation in [e for jaxpr in jaxprs for e in jaxpr.eqns]:
         inner = inner_jaxprs(equation.params)
@@ -150,10 +150,7 @@ def origins_of(
     outer: Origin,
     name_of: Mapping[Any, str],
 ) -> list[Origin]:
-    """Return the origins of the results of a function of arrays. `given` has those of its operands.
-
-    `outer` is the origin of a result of which nothing else is known. For `name_of`, see `names_of_equations`.
-    """
+    """Return the origins of the results of `function`: from `given`, those of its operands, or by default `outer`."""
     jaxpr, consts, _ = stage(lambda *args: (function(*args), None), types, "residuals")
     inputs = [Value(v.aval, "input", str(i - len(consts))) for i, v in enumerate(jaxpr.invars)]
     origin_of = dict(zip(inputs, [*[Origin()] * len(consts), *given], strict=True))
@@ -187,10 +184,7 @@ def _origin(
 
 
 def with_saver(own: Origin, layer: str, name: str) -> Origin:
-    """Return the origin of a tensor that a layer saves under a name, by its own origin.
-
-    A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
-    """
+    # A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
     name = own.name if is_default(name) and own.name else name
     return dataclasses.replace(own, layer=own.layer or layer, name=name)
 
@@ -200,7 +194,6 @@ def is_default(name: str) -> bool:
 
 
 def _operation_name(value: Value, name_of: Mapping[Any, str]) -> str:
-    """Return the name of the function of jax.numpy that computes a value, or else of the primitive."""
     for equation in value.equations:
         if equation.source_info.traceback in name_of:
             return name_of[equation.source_info.traceback]
@@ -213,10 +206,7 @@ def _operation_name(value: Value, name_of: Mapping[Any, str]) -> str:
 
 
 def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> tuple[list[Value], list[Note]]:
-    """Return a `Value` for each output of a jaxpr, and a list of the `Note`s of all layers and `Mark`s in the jaxpr.
-
-    `within` lists the nested equations that contain the jaxpr, from the outermost equation to the innermost.
-    """
+    """Return a `Value` for each output of a jaxpr inside of the equations `within`, and the notes on all its values."""
     value_of = dict(zip(jaxpr.invars, inputs, strict=True))
     value_of |= {v: Value(v.aval, "constant", "closed over") for v in jaxpr.constvars}
     notes: list[Note] = []
@@ -232,7 +222,7 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> t
 
 
 def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the results of the last equation, and a list of the `Note`s of all layers and `Mark`s in this equation."""
+    """Return the results of the last equation, and the notes on all values in it."""
     equation = equations[-1]
     name = equation.primitive.name
     if _returns_operands(equation):
@@ -258,20 +248,17 @@ def _operation_results(equations: Equations, operands: list[Value], name: str) -
         is_view = (row := ROWS.get(name)) is not None and row.is_view and operands and operands[0].kind != "constant"
         viewed = operands[0] if is_view else None
         return [Value(v.aval, "operation", name, equations, viewed=viewed) for v in outvars]
-    # An equation of a pack hook may also have constants and the index of the device as operands. So the packed tensor
-    # is the largest operand that is not a constant.
+    # An equation of a pack hook may also read constants and the index of the device.
     tensors = [v.tensor or v for v in operands]
     tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
     return [Value(v.aval, "constant", name, equations, tensor) for v in outvars]
 
 
-# The result of each of these operations equals its operand. If both the operand and the result are residuals, JAX keeps
-# two copies of one tensor.
+# Their result equals their operand. If both are residuals, JAX keeps two copies of one tensor.
 _IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
 
 
 def _returns_operands(equation: Any) -> bool:
-    """Return whether an equation returns its operands unchanged."""
     name, params = equation.primitive.name, equation.params
     if equation.primitive is rule_function_p:
         return isinstance(payload_of(equation), Identity)
@@ -284,7 +271,7 @@ def _returns_operands(equation: Any) -> bool:
 
 
 def _only_calls(equation: Any) -> bool:
-    """Return whether an equation only calls a jaxpr, as that of a jitted function or a checkpoint does."""
+    """Return whether an equation only calls a jaxpr, as a jitted function or a checkpoint does."""
     inner = inner_jaxprs(equation.params)
     return len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(equation.invars, equation.outvars)
 
@@ -315,8 +302,7 @@ def _shard_map_parts(equations: Equations, operands: list[Value]) -> Parts:
     return parts, [1] * len(parts), notes
 
 
-# A `cond` returns the residuals of all its branches. In place of the residuals of the other branches, each branch
-# returns placeholders. These primitives compute the placeholders.
+# Each branch of a `cond` returns placeholders, which these primitives compute, for the residuals of the others.
 _PLACEHOLDERS: Final = ("broadcast_in_dim", "empty2")
 
 
@@ -351,7 +337,6 @@ def _slices(wholes: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
 
 
 def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the results of a layer, and a note on each value that the layer saves."""
     *wrappers, function = _nested_functions(equations[-1].params)
     layer = function.layer_name
     results = [dataclasses.replace(v, layer=layer, viewed=None) for v in _operation_results(equations, operands, layer)]
@@ -363,7 +348,6 @@ def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Va
 
 
 def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the result of a `Mark`, and a note that gives a name to the operand of the `Mark`."""
     tensor, origin = operands[-1], mark.origin  # the operands before it are constants of batched code
     name = origin.name or origin.operation
     kind = "mark" if mark.recomputed_from is None else "recomputed"
@@ -372,13 +356,13 @@ def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[lis
 
 
 def layer_of_params(params: dict[str, Any]) -> str:
-    """Return the name of the layer that a `rule_function` equation with these parameters applies, or ""."""
+    """Return the layer that a `rule_function` equation with these parameters applies, or ""."""
     function = _nested_functions(params)[-1]
     return function.layer_name if isinstance(function, LayerFunction) else ""
 
 
 def _nested_functions(params: dict[str, Any]) -> list[Any]:
-    """Return the function of a `rule_function` equation and all functions nested in it, outermost first."""
+    """Return the function of a `rule_function` and those nested in it, outermost first."""
     functions = [payload_of_params(params)]
     while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
         outer = functions[-1]
@@ -389,11 +373,7 @@ def _nested_functions(params: dict[str, Any]) -> list[Any]:
 def _inside(
     function: BatchedFunction | PartialFunction, operands: list[Value], outputs: list[Any]
 ) -> tuple[list[Value], list[Any]]:
-    """Convert the operands and outputs of a batched or partial `function` to those of its inner function.
-
-    A `PartialFunction` computes only some of the outputs of another function, the attribute `whole`. In the returned
-    list, None takes the place of every other output.
-    """
+    """Return the operands and outputs of the inner function, with None for an output that `function` leaves out."""
     if isinstance(function, BatchedFunction):
         return operands[function.n_consts :], outputs
     computed = dict(zip(function.positions, outputs, strict=False))  # residuals for another part follow

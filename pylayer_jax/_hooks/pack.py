@@ -1,10 +1,9 @@
-"""Defines pairs of saved-tensor hooks, the origin of a tensor, and functions that pack and restore one tensor.
+"""Defines pairs of saved-tensor hooks and the origin of a tensor, and packs and restores one tensor.
 
-    residual = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; residual.inputs: bf16[8,64]
-    residual.function(*residual.inputs)                             # f32[8,64]
+    residual = pack_tensor(pair, steps, x, "Tanh, saved tensor 0", info)    # x: f32[8,64]; residual.inputs: bf16[8,64]
+    residual.function(*residual.inputs)                                     # f32[8,64]
 
-A pair has one step, which consists of a pack hook and an unpack hook. A pair that `chain` made has the steps of all its
-pairs.
+A step is a pack hook and an unpack hook. A pair has one; a pair that `chain` made has those of all its pairs.
 """
 
 from __future__ import annotations
@@ -52,15 +51,9 @@ Hook = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The origin of a tensor: where it was computed.
+    """Where a tensor was computed, for `only` and `by_name`. A field is empty if it is not known.
 
-    A predicate `only` may read the origin of a tensor to decide whether the hooks pack the tensor. `by_name` compares
-    the keys of its dict with the names in the origin of a tensor.
-
-    A field is empty if it is not known.
-
-    When the block of hooks binds an operation, the block records the origin of the results. The result of a reshape,
-    transpose, slice or cast has the same origin as its operand.
+    The result of a reshape, transpose, slice or cast has the origin of its operand.
     """
 
     operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
@@ -72,10 +65,7 @@ class Origin:
 
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
-        """Names of the functions, classes and named scopes between the `with` statement of the hooks and the operation.
-
-        The list begins with the outermost one.
-        """
+        """The functions, classes and named scopes between the block and the operation, each kind outermost first."""
         if self.block is None:
             return ()
         pairs = list(itertools.pairwise((self.block, *self.sources)))
@@ -106,24 +96,15 @@ class Step(NamedTuple):
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a function without arguments that returns `value`. The result holds an array by a weak reference.
-
-    Some numbers have a class that allows no weak references. The returned function holds such a number by a strong
-    reference.
-    """
     try:
         return weakref.ref(value)
-    except TypeError:
+    except TypeError:  # a number
         return lambda: value
 
 
 @dataclasses.dataclass(eq=False)
 class Pair:
-    """The pack and unpack hooks of a `saved_tensors_hooks` object.
-
-    Most pairs have one step, which is a pack hook and an unpack hook. A chain of pairs has several steps. Each pack
-    hook packs what the pack hook of the previous step returned.
-    """
+    """The hooks of a `saved_tensors_hooks` object. Each step packs what the pack hook of the previous one returned."""
 
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
@@ -144,7 +125,6 @@ class Pair:
 
     @property
     def is_selective(self) -> bool:
-        """Whether a predicate `only` or a dict `by_name` decides which tensors the hooks pack."""
         return self.by_name is not None or self.only is not None or any(step.only for step in self.steps)
 
     @property
@@ -158,24 +138,17 @@ class Pair:
         return self.n_packed.total() + self.n_recomputed.total()
 
     def predicates(self) -> list[Any]:
-        """Return all distinct predicates `only` of this pair of hooks: its own predicate, and those of its steps."""
+        """Return the distinct predicates `only` of this pair and of its steps."""
         steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
         return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
 
     def steps_for(self, origin: Origin) -> Sequence[Step]:
-        """Return the steps for a tensor.
-
-        If several names of the tensor are keys of `by_name`, return the steps under the most specific of these names.
-        """
         if self.by_name is None:
             return self.steps
         return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
 
     def note(self, origin: Origin) -> None:
-        """Record the names of a tensor that code in the block of hooks keeps for backward.
-
-        If a key of `by_name` matches no recorded name, a later warning lists this key.
-        """
+        """Record the names of a kept tensor, for a warning about keys of `by_name` that match none."""
         if self.unmatched:
             self.unmatched.difference_update(origin.keys)
             self.seen.update(dict.fromkeys(origin.keys))
@@ -187,12 +160,9 @@ _lock = threading.Lock()
 
 
 def key_of(value: Any) -> Any:
-    """Return a key that identifies a function, a class or another object, for comparisons.
+    """Return a key that only this object ever has, and that does not keep it alive.
 
-    No other object has this key, and the key does not keep the object alive.
-
-    A key is never reused, so a new object at the address of a deleted object has a key of its own. `key_of` returns a
-    new number at each call for an object that allows no weak reference.
+    For an object that allows no weak reference, each call returns a new number.
     """
     if isinstance(value, types.MethodType):  # Python makes a new object each time that a method is read
         return key_of(value.__self__), key_of(value.__func__)
@@ -210,11 +180,10 @@ def key_of(value: Any) -> Any:
 #
 # NOTE [derivatives of packed tensors]
 # Derivatives of higher order treat `unpack(pack(x))` as the identity, whatever the pair does to values. Therefore,
-# during an outer differentiation, JAX keeps the tensor beside its packed form. JAX needs the tensor for its tangent
-# only and never reads its value, so XLA drops the tensor from a compiled program. If a program is staged now and
-# differentiated later (the body of a scan, `jax.grad` of `jax.jit`), this module cannot know whether a derivative of
-# higher order follows. If JAX kept the tensor there, it would take the memory that packing saves, so JAX does not. A
-# second derivative then differentiates the hooks themselves if the pair is `differentiable`, and is an error
+# during an outer differentiation, JAX keeps the tensor beside its packed form, for its tangent only: XLA drops it from
+# a compiled program. In a program that is staged now and differentiated later (the body of a scan, `jax.grad` of
+# `jax.jit`), it would take the memory that packing saves, and a second derivative may never follow. So it is not kept
+# there: a second derivative differentiates the hooks themselves if the pair is `differentiable`, and is an error
 # otherwise. tests: hooks/test_orders.py
 
 
@@ -224,10 +193,9 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 class Residual:
     """An expression `function(*inputs)` that computes one tensor in the backward pass.
 
-    Each input of a `Residual` is an array that JAX keeps for backward, or another `Residual`. The attribute `function`
-    is a `PackedTensor` object, a `Recomputed` object or the function `with_tangent`. It holds no arrays except constant
-    scalars. A tensor that is neither packed nor recomputed has no `Residual`. JAX keeps the array of such a tensor
-    unchanged.
+    An input is an array that JAX keeps, or another `Residual`. The function is a `PackedTensor`, a `Recomputed` or
+    `with_tangent`, and holds no arrays except constant scalars. For a tensor that is kept as it is, its array takes the
+    place of a `Residual`.
     """
 
     __slots__ = ("function", "inputs")
@@ -237,11 +205,7 @@ class Residual:
 
 
 class PackedTensor:
-    """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
-
-    If the pair of hooks is a chain, a later pack hook may pack one of these arrays again. Among the inputs of the
-    tensor's `Residual`, another `Residual` then takes the place of this array. The inner `Residual` restores the array.
-    """
+    """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array."""
 
     def __init__(
         self, array: Any, unpack: Hook, skeleton: Skeleton, where: str, roundings: frozenset[Rounding]
@@ -257,7 +221,6 @@ class PackedTensor:
         self._has_x64 = is_set("enable_x64")
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the unpack hook, and return the tensor."""
         with jax.enable_x64(self._has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
             return self._restored(inputs)
 
@@ -281,19 +244,17 @@ class PackedTensor:
 
 
 def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
-    """Return the steps of a pair that pack a tensor."""
     if not is_selected(pair.only, tensor, where, origin):
         return ()
     return _steps_for(tensor, pair.steps_for(origin), where, origin)
 
 
 def roundings_of(steps: Sequence[Step], tensor: Any) -> frozenset[Rounding]:
-    """Return the errors of a tensor that these steps pack."""
     return frozenset(step.rounding(tensor) for step in steps) - {EXACT}
 
 
 def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, origin: Origin) -> Any:
-    """Pack one tensor, and return its `Residual`. Return the tensor itself if there are no steps."""
+    """Return the `Residual` of a packed tensor, or the tensor itself if there are no steps."""
     if not steps:
         return tensor
     pair.n_packed[is_staged(tensor)] += 1
@@ -319,7 +280,6 @@ def _second_derivative_error(where: str) -> TypeError:
 
 
 def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
-    """Return the result of the predicate `only`, or True without a predicate."""
     if only is None:
         return True
     with _running("only", where):
@@ -327,7 +287,7 @@ def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
 
 
 def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False) -> Sequence[Step]:
-    """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
+    """Return the first step that packs `array`, and all later ones. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
         if (is_any or not step.floats_only) and is_selected(step.only, array, _in_step(where, step), origin):
@@ -340,7 +300,7 @@ def _in_step(where: str, step: Step) -> str:
 
 
 def checked(value: Any, expected: Any, where: str) -> Any:
-    """Check that the result of an unpack hook has the dtype and shape of the packed tensor, and return this result."""
+    """Return the result of an unpack hook, if it has the dtype and shape of the packed tensor."""
     if not is_tensor(value) or value.shape != expected.shape or value.dtype != expected.dtype:
         raise ValueError(
             f"unpack_hook returned {describe(value)} for {where}: expected dtype {expected.dtype} and shape "
@@ -352,11 +312,7 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 def _pack(
     store: HostStore, steps: Sequence[Step], array: Any, where: str, origin: Origin, is_part: bool = False
 ) -> Residual:
-    """Pack an array with a chain of pack hooks: each later hook packs the arrays that an earlier hook returned.
-
-    `is_part` is True if the pack hook of an earlier step in the chain made `array`. `is_part` is False if `array` is
-    the saved tensor itself.
-    """
+    """Pack an array with a chain of steps. `is_part`: an earlier step made `array`."""
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)
@@ -364,8 +320,7 @@ def _pack(
     def is_made(x: Any) -> bool:  # a hook that returns the saved tensor itself made no new array
         return is_part or x is not array
 
-    # If JAX traces the hooks, a concrete array in the result of a pack hook is a constant. No later step packs this
-    # constant.
+    # Where JAX traces the hooks, a concrete array is a constant, which no later step packs.
     candidates = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)] if later else []
     later_of = {id(x): _steps_for(x, later, where, origin, is_made(x)) for x in candidates}
 
@@ -373,9 +328,7 @@ def _pack(
         own = later_of.get(id(x))
         return _pack(store, own, x, where, origin, is_made(x)) if own else x
 
-    # An array in the packed value is a leaf if it is a JAX array, or if a later step packs it. All else stays in the
-    # skeleton. The result of a pack hook may contain a NumPy array that no later pack hook packs. This array stays in
-    # host memory, outside the arrays that JAX keeps. Python frees this NumPy array together with the function that
+    # A NumPy array that no later step packs stays in the skeleton, so on the host, and is freed with the function that
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     function = PackedTensor(array, unpack, skeleton, here, roundings_of(steps, array))
@@ -383,10 +336,7 @@ def _pack(
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
-    """Run the pack hook of a step.
-
-    Return the result of the pack hook, and the function that restores the array from this result.
-    """
+    """Return the result of the pack hook of a step, and the function that restores the array from it."""
     pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
@@ -398,7 +348,7 @@ def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tupl
 
 @contextlib.contextmanager
 def _running(hook: str, where: str) -> Generator[None]:
-    """Add notes to the exceptions of a user's hook: where the hook failed, and what the user can do."""
+    """Add to exceptions of a user's hook where it failed, and what the user can do."""
     try:
         yield
     except NEEDS_VALUES as error:

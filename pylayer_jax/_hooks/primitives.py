@@ -2,12 +2,12 @@
 
     ROWS["max"].recomputed      {EXACT: always, RELATIVE: always, RANGE: within}
 
-Backward may compute max(x, y) again if x and y are exact, or were packed with an error relative to each value, as by a
-cast. If the error depends on the range of a row, as in quantization, backward may do so only within the operation that
-keeps x and y too: their maximum may have a smaller range, so that its own packing would be finer. Never computed again,
-so without an entry: products and convolutions, which cost too much; reductions, whose results are small; comparisons of
-floats and all else that decides, since XLA rounds differently in another fusion; slices, gathers, `rev` and what else
-communicates along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
+Backward may compute max(x, y) again if x and y are exact, or have an error relative to each value, as after a cast. If
+the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
+too: their maximum may have a smaller range, so that its own packing would be finer. Never computed again: products and
+convolutions, which cost too much; reductions, whose results are small; comparisons of floats and all else that decides,
+since XLA rounds differently in another fusion; slices, gathers, `rev` and what else communicates along a sharded axis;
+random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Equation:
         self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Equation)], default=0)
 
     def with_leaves(self, of_leaf: Callable[[Any], Any], done: dict[int, Equation]) -> Equation:
-        """Return the same expression of other values: `of_leaf(x)` for each value or number x."""
+        """Replace each value or number x of this expression by `of_leaf(x)`."""
         if id(self) not in done:
             inputs = [x.with_leaves(of_leaf, done) if isinstance(x, Equation) else of_leaf(x) for x in self.inputs]
             done[id(self)] = Equation(self.primitive, self.params, inputs, self.aval)
@@ -98,7 +98,7 @@ class Operand(NamedTuple):
 
     @property
     def moves_range(self) -> bool:
-        """Whether adding or multiplying by this operand could make the range of a row smaller or larger."""
+        """Whether adding or multiplying by this operand could change the range of a row."""
         return not self.is_exact and self.aval.shape[-1:] not in ((), (1,))
 
 
@@ -127,13 +127,12 @@ def _to_float(equation: Equation, operands: Sequence[Operand]) -> bool:
 
 
 def _keeps_rows(equation: Equation, operands: Sequence[Operand]) -> bool:
-    """Return False for [8] to [8, 1]: one row, whose error depends on all values, becomes eight rows of one value."""
+    # From [8] to [8, 1], one row, whose error depends on all values, becomes eight rows of one value.
     ends = [x.aval.shape[-1:] for x in operands]
     return equation.aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
 def _moves_range_once(_: Equation, operands: Sequence[Operand]) -> bool:
-    """Return whether all operands but one are exact, or constant along each row."""
     return sum([x.moves_range for x in operands]) <= 1
 
 
@@ -150,7 +149,7 @@ def _near(_: Equation, operands: Sequence[Operand]) -> bool:
 
 
 def _of_formula(equation: Equation, operands: Sequence[Operand]) -> bool:
-    """Return whether the operand is a formula of tensors that are kept, as in a gelu, and not such a tensor itself."""
+    # A formula of kept tensors, as in a gelu, but not such a tensor itself.
     return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
 
 
@@ -159,7 +158,7 @@ def _of_tanh(_: Equation, operands: Sequence[Operand]) -> bool:
 
 
 def _of_one(_: Equation, operands: Sequence[Operand]) -> bool:
-    """Return whether the operands follow from the same tensors, or are numbers: x + x³ and 1 + x, but not x - mean."""
+    # All operands follow from the same tensors, or are numbers: x + x³ and 1 + x, but not x - mean.
     return len({x.rounded for x in operands if x.rounded}) == 1 and all(
         x.rounded or is_number(x.value) for x in operands
     )
@@ -178,7 +177,7 @@ def _square_or_within(equation: Equation, operands: Sequence[Operand]) -> bool:
 
 
 class Row(NamedTuple):
-    """What a block of hooks knows about one primitive."""
+    """Facts about one primitive."""
 
     recomputed: Mapping[Error, Condition] = {}  # the errors of its operands from which its result may be computed again
     is_move: bool = False  # its result has the values of its operand, to the bit
@@ -253,6 +252,6 @@ ROWS: Final = _rows()
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
+    """Return whether a value is a concrete scalar, the same in all runs of a program."""
     is_other = is_tracer(value) or type(value) in (Equation, weakref.ref)
     return not is_other and np.ndim(value) == 0

@@ -9,9 +9,9 @@ The vjp of y = gelu(x) keeps x, a derivative of x³, 1 - t² and 0.5 (1 + t), wh
     1 - t², ...      likewise
     y                likewise, if a later operation keeps it
 
-A `Recorder` is a trace that records the equations of the forward pass. From each residual, `_Packer` follows them back
-to tensors that are kept anyway, or that are smaller, as far as the table in `primitives` allows for the errors of these
-tensors. It packs these, and stores in the pair how each tensor is kept, for later operations with the same tensor.
+A `Recorder` records the equations of the forward pass. From each residual, `_Packer` follows them back to tensors that
+are kept anyway, or that are smaller, as far as the table in `primitives` allows for the errors of these tensors. It
+packs these, and stores in the pair how each tensor is kept, for later operations with the same tensor.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ from .primitives import (
 
 
 class Recorder(PassThroughTrace):
-    """A trace that records an `Equation` for each JAX operation with exactly one result.
-
-    It applies an operation in the parent trace, and goes into short jitted functions.
-    """
+    """A trace that records an `Equation` for each operation with one result, also in short jitted functions."""
 
     __slots__ = ("amplified", "compared", "equations")
 
@@ -117,14 +114,14 @@ class Recorder(PassThroughTrace):
 
 
 def short_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and the constants of a jitted function, or None for a long one. Most of jax.numpy are short."""
+    """Return the jaxpr and the constants of a jitted function, or None for a long one."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_short = _count_of_equations(jaxpr) <= MOST_EQUATIONS
     return (jaxpr, consts) if is_short and not jaxpr.effects and is_inlinable(params) else None
 
 
 def _count_of_equations(jaxpr: Any) -> float:
-    """Return the number of equations, also in jitted functions; infinity if there is other code in parameters."""
+    """Count equations, also in jitted functions; infinity if there is other code in parameters."""
     count: float = 0
     for equation in jaxpr.eqns:
         inner = inner_jaxprs(equation.params)
@@ -138,12 +135,7 @@ def _count_of_equations(jaxpr: Any) -> float:
 
 
 class Recomputed(NamedTuple):
-    """A function that repeats one operation of the forward pass in backward, to recompute the result of the operation.
-
-    An instance of this class is the attribute `function` of a `Residual`.
-
-    It holds constant operands.
-    """
+    """The function of a `Residual` that repeats one operation of the forward pass in backward."""
 
     primitive: Any
     params: dict[str, Any]
@@ -156,31 +148,23 @@ class Recomputed(NamedTuple):
         if self.primitive.name == "pvary":  # in jax 0.10, what a shard_map keeps varies already
             return varying_over(frozenset(self.params["axes"]), operands[0])
         result = self.primitive.bind(*operands, **self.params)
-        # The operation may be a jitted function that computes a view of a value from outside the block of hooks. For a
-        # jitted function, `bind` returns a list with the one result.
+        # A jitted function that computes a view of a value from outside the block returns a list.
         return result[0] if self.primitive.multiple_results else result
 
 
 def recomputed(equation: Equation, residual_of: Callable[[Any], Any]) -> Residual:
-    """Return a `Residual` of an equation. `residual_of` returns that of an input, or None for a constant."""
+    """Return the `Residual` of an equation. `residual_of` returns that of an input, or None for a constant."""
     residuals = [residual_of(x) for x in equation.inputs]
     is_input = [r is not None for r in residuals]
     numbers = [None if is_one else x for x, is_one in zip(equation.inputs, is_input, strict=True)]
     return Residual(Recomputed(equation.primitive, equation.params, numbers, is_input), select(residuals, is_input))
 
 
-# This function is defined at module level. A nested function that calls itself is a reference cycle, and the cycle
-# would keep arrays alive.
+# At module level, since a nested function that calls itself is a reference cycle, which would keep arrays alive.
 def fold(
     residual: Any, of_array: Callable[[Any], Any], of_residual: Callable[[Any, list[Any]], Any], done: dict[int, Any]
 ) -> Any:
-    """Evaluate an expression: `of_array(x)` for an array x, `of_residual(function, inputs)` for a `Residual`.
-
-    The list `inputs` holds the result of this evaluation for each input of the `Residual`.
-
-    `done` maps the id of each visited `Residual` to its result. Therefore the function visits a shared `Residual` only
-    once.
-    """
+    """Evaluate an expression; `of_residual` gets evaluated inputs. `done`: id of a visited `Residual` -> its result."""
     if not isinstance(residual, Residual):
         return of_array(residual)
     if id(residual) not in done:
@@ -190,10 +174,7 @@ def fold(
 
 
 def leaves_of(residual: Any) -> list[Any]:
-    """Return the distinct leaves of an expression.
-
-    Each leaf is an array, or an integer that gives the position of an array in a list.
-    """
+    """Return the distinct leaves of an expression: arrays, or their positions."""
     visited: dict[int, Any] = {}
     to_visit = [residual]
     while to_visit:
@@ -205,11 +186,7 @@ def leaves_of(residual: Any) -> list[Any]:
 
 
 class PackedResiduals:
-    """Expressions for the residuals of a layer or an operation, without the arrays that JAX keeps for them.
-
-    In these expressions, an integer stands for each array that JAX keeps. This integer is the position of the array in
-    the list of arrays that JAX keeps.
-    """
+    """Expressions for the residuals of a layer or an operation, with positions for the arrays that JAX keeps."""
 
     def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
         self.residuals = residuals
@@ -217,10 +194,7 @@ class PackedResiduals:
 
     @staticmethod
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
-        """Replace arrays by positions. Return the `PackedResiduals`, and a list of the arrays that JAX has to keep.
-
-        The list contains each array of the residuals exactly once, followed by the arrays in `marks`.
-        """
+        """Replace arrays by positions. Return also the arrays that JAX has to keep: each once, and then `marks`."""
         numbered: dict[int, tuple[int, Any]] = {}  # id of an array -> its position, and the array
         distinct: dict[Any, Residual] = {}  # the residuals, each once, by their functions and inputs
         done: dict[int, Any] = {}
@@ -238,34 +212,26 @@ class PackedResiduals:
 
     @property
     def owners(self) -> list[int]:
-        """A list with one entry per array: the index of the first tensor that backward restores from the array.
-
-        The list leaves out the arrays that only mark tensors for `saved_tensors_report`.
-        """
+        """For each array except marks: the index of the first tensor that backward restores from it."""
         pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in leaves_of(residual)]
         return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        """Return the tensors, each unpacked when it is first read.
-
-        In staged code, XLA does not unpack a tensor before it has computed `cotangents`.
-        """
         return UnpackedTensors(self.residuals, arrays, cotangents)
 
 
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    """Enter a context in which saved-tensor hooks pack nothing.
-
-    In this context, saved-tensor hooks are suspended. Operations skip the trace of the block. JAX passes each operation
-    directly to the next outer trace that is not a `PassThroughTrace`.
-    """
+    """Suspend hooks, and let operations skip the trace of the block."""
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
 
 
 class UnpackedTensors(Sequence[Any]):
-    """A sequence of the tensors that a layer or operation keeps. Each tensor is unpacked when it is first read."""
+    """The tensors that a layer or operation keeps, each unpacked when it is first read.
+
+    In staged code, XLA does not unpack one before it has computed the cotangents.
+    """
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._residuals, self._arrays = residuals, arrays
@@ -281,7 +247,7 @@ class UnpackedTensors(Sequence[Any]):
             return self._tensors([self._residuals[index]])[0]
 
     def all(self) -> list[Any]:
-        """Return all tensors. They share one barrier. The caller has entered `outside_blocks()`."""
+        """Return all tensors, behind one barrier. The caller has entered `outside_blocks()`."""
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
         self._wait([i for r in self._residuals for i in leaves_of(r)])
         return self._tensors(self._residuals)
@@ -296,11 +262,9 @@ class UnpackedTensors(Sequence[Any]):
         ]
 
     def _wait(self, positions: Collection[int]) -> None:
-        """Put arrays behind a barrier, so that XLA does not read them before it has the cotangents.
+        """Put arrays behind a barrier with the cotangents. XLA waits only if backward uses the cotangents from it.
 
         Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-        The barrier also returns the cotangents. XLA waits for the cotangents only if backward uses these returned
-        cotangents, not the original ones.
         """
         positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
         if not positions:
@@ -323,7 +287,7 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 class _Remembered(NamedTuple):
-    """How a pair of hooks kept one tensor for backward. This record keeps no array and no result of a hook alive."""
+    """How a pair kept one tensor for backward. It keeps no array and no result of a hook alive."""
 
     trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
     # The `PackedResiduals` of the layer or operation that kept the tensor. After JAX has dropped them, a gradient packs
@@ -338,10 +302,10 @@ def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
 
 
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
-    """Return the residual that the pair of hooks has stored for a tensor, or None if there is none.
+    """Return the residual that the pair remembers for a tensor, or None.
 
     In eager mode, `checkpoint_name` returns its argument itself: a tensor that was left unpacked may have got a name
-    since then, which `by_name` selects. (A default name of a layer is none: the tensor is not the layer's.)
+    since then, which `by_name` selects. A default name of a layer is none: the tensor is not the layer's.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -370,7 +334,7 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
-    """Return whether a derivative rule keeps residuals for the given tangents. Eager forward mode keeps none."""
+    """Return whether a rule keeps residuals for these tangents. Eager forward mode keeps none."""
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
@@ -393,12 +357,9 @@ class Packing(NamedTuple):
 def pack_residuals(
     packing: Packing, tensors: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[PackedResiduals, list[Any], list[Any]]:
-    """Pack the tensors that a layer or an operation keeps, each once.
+    """Pack the tensors that a layer or an operation keeps. Return also the arrays for JAX to keep, and the outputs.
 
     If backward can compute an output from what is kept, the pair stores how, for later operations that keep the output.
-
-    Returns:
-        The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
     """
     if active.value is SUSPENDED:  # an enclosing operation packs the residuals
         if reads_origins(packing.pair):
@@ -447,7 +408,7 @@ class _Packer:
         for i, x in enumerate(tensors):
             self._tensors.setdefault(id(x), (x, i))
         self._residuals = {id(x): residual for x, residual in packing.left_unpacked}  # None: there is none
-        # In eager mode, such an operand may be a scalar that the block computed. This is a residual, not a constant.
+        # In eager mode, such an operand may be a scalar that the block computed: a residual, not a constant.
         self._packable_operands = {id(x) for x in packing.operands} - self._residuals.keys()
         self._is_program = is_staging()
         self._chosen: dict[int, Any] = {}  # the tensors to keep
@@ -456,7 +417,6 @@ class _Packer:
         self._steps: dict[int, tuple[Sequence[Step], frozenset[Rounding]]] = {}
 
     def get(self, value: Any) -> Any:
-        """Return the residual of a value, or None if there is none."""
         if id(value) not in self._residuals:
             is_left = _is_never_packed(value, self._is_program)
             self._residuals[id(value)] = value if is_left else self._recalled(value)
@@ -474,7 +434,6 @@ class _Packer:
         return self.packing.origin_of(value, self._index_of(value))
 
     def _equation_of(self, value: Any) -> Equation | None:
-        """Return the equation that computed a value, if it was recorded."""
         return value if isinstance(value, Equation) else self.packing.equations.get(id(value), (value, None))[1]
 
     def _index_of(self, value: Any) -> int:
@@ -484,7 +443,7 @@ class _Packer:
         return f"{self.packing.owner} {self._index_of(value)}"
 
     def _steps_for(self, value: Any) -> tuple[Sequence[Step], frozenset[Rounding]]:
-        """Return the steps that pack a value, if it is kept itself, and their errors."""
+        """Return the steps that would pack a value, and their errors."""
         if id(value) not in self._steps:
             # `jax.grad(f)(2.0)` passes a Python number in place of an array.
             array = value if hasattr(value, "ndim") else as_arrays([value])[0]
@@ -499,7 +458,7 @@ class _Packer:
     # -- what to keep, and what to compute again ---------------------------------------------------------
 
     def choose(self, outputs: Sequence[Any]) -> None:
-        """Choose which tensors to keep. Backward computes the others from these."""
+        """Choose which tensors to keep, so that backward can compute the others from them."""
         undecided: list[Any] = []
         for x, i in self._tensors.values():
             if self.pair.unmatched:
@@ -543,7 +502,7 @@ class _Packer:
         self._derivations.clear()
 
     def _missing(self, value: Any) -> dict[int, Any] | None:
-        """Return what has to be kept to compute a value again, or None if the value has to be kept itself."""
+        """Return what has to be kept to compute a value again, or None if it has to be kept itself."""
         return self._derivation(value).missing if self._may_derive(value) else None
 
     def _may_derive(self, value: Any) -> bool:
@@ -595,7 +554,6 @@ class _Packer:
         return found._replace(distance=SAME) if distance == SAME else found
 
     def _itself(self, value: Any) -> _Derivation:
-        """Return the derivation of a value that is kept."""
         distance = SAME if id(value) in self._tensors or id(value) in self._chosen else STEEP
         return _Derivation({id(value): value}, {id(value): (_size(value), self._steps_for(value)[1])}, 0, distance)
 
@@ -627,13 +585,12 @@ class _Packer:
         return _Derivation(missing, leaves, n_equations, distance, equation.primitive.name)
 
     def _is_constant(self, value: Any) -> bool:
-        """Return whether a value is a number that is the same in all runs, and no operand that hooks may pack."""
         return is_number(value) and id(value) not in self._packable_operands
 
     # -- keeping -----------------------------------------------------------------------------------------
 
     def pack(self, outputs: Sequence[Any]) -> list[Any]:
-        """Pack the chosen tensors. Return the outputs; in staged code, as they come out of a barrier."""
+        """Pack the chosen tensors. Return the outputs, in staged code behind a barrier."""
         with hooks_suspended():
             residuals = [
                 pack_tensor(self.pair, self._steps_for(x)[0], as_arrays([x])[0], self._where(x), self._origin_of(x))
@@ -649,7 +606,7 @@ class _Packer:
         return outputs
 
     def derive_outputs(self, outputs: Sequence[Any], behind: Sequence[Any]) -> None:
-        """Find out which outputs can be computed from the tensors that are kept. `behind`: the same after a barrier."""
+        """Find the outputs that follow from the tensors that are kept. `behind`: the outputs behind a barrier."""
         self._derivations.clear()
         is_open = [
             self._equation_of(x) is not None and not self._is_constant(x) and self.get(x) is None for x in outputs
@@ -665,7 +622,6 @@ class _Packer:
         self._residuals |= {id(x): self._residual_of(self._equation_of(x), done) for x in values}
 
     def _residual_of(self, value: Any, done: dict[int, Any]) -> Any:
-        """Return the residual of a value or an `Equation`, or None for a constant."""
         if not isinstance(value, Equation):
             if self._is_constant(value):
                 return None
@@ -678,7 +634,7 @@ class _Packer:
         return done[id(equation)]
 
     def remember(self, behind: Sequence[Any], owner: PackedResiduals) -> None:
-        """Store in the pair how each tensor and output is kept."""
+        """Store in the pair how each tensor and output is kept, for as long as `owner` exists."""
         trace, done = weakref.ref(current_trace()), dict[int, Any]()
         self.pair.n_recomputed[self._is_program] += len(self._derived.keys() & self._tensors.keys())
         for x in (*self._chosen.values(), *self._derived.values(), *behind):
@@ -691,7 +647,7 @@ class _Packer:
             self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
     def further_residuals(self) -> list[Any]:
-        """Return residuals that backward does not read: for the report, and for JAX's check for NaN."""
+        """Return residuals that only the report and JAX's check for NaN read."""
         if not (is_reported.value or is_nan_reported()):
             return []
         recomputed_ = {id(x): x for x, _ in self._tensors.values() if id(x) in self._derived and np.ndim(x)}
@@ -706,7 +662,7 @@ class _Packer:
 
 
 def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]]], int]:
-    """Return the size and the errors of each kept tensor that an expression reads, and the number of its equations."""
+    """Return size and errors of each kept tensor that an expression reads, and the number of its equations."""
     leaves: dict[int, tuple[float, frozenset[Rounding]]] = {}
     visited: dict[int, Any] = {}
     to_visit, n_equations = [residual], 0
@@ -728,7 +684,6 @@ def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]
 
 
 def _functions_of(residual: Any) -> list[Any]:
-    """Return the functions of an expression."""
     functions: list[Any] = []
     fold(residual, lambda _: None, lambda function, _: functions.append(function), {})
     return functions
@@ -740,15 +695,14 @@ def _only_moves(residual: Any) -> bool:
 
 
 def _own_rounding(value: Any) -> Rounding:
-    """Return the error that a value has already, as a number of its dtype."""
+    """Return the error that a value has as a number of its dtype."""
     dtype = typeof(value).dtype
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
 
 
 def _n_bytes(aval: Any) -> float:
-    """Return the size of an array in bytes; infinity if `jax.export` has symbolic dimensions, and 0 for a number."""
-    size: Any = math.prod(aval.shape)
+    size: Any = math.prod(aval.shape)  # no integer, if `jax.export` has symbolic dimensions
     return (size * aval.dtype.itemsize if aval.shape else 0) if isinstance(size, int) else math.inf
 
 
@@ -757,12 +711,9 @@ def _size(value: Any) -> float:
 
 
 def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return residuals and outputs.
+    """In staged code, put the packed arrays and the outputs behind one barrier, so that XLA packs first.
 
-    In staged code, the packed arrays and the outputs pass through one optimization barrier. Therefore XLA packs the
-    tensors before it uses the outputs.
-
-    Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
+    Without it, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
     """
     packed = [residual for residual in residuals if isinstance(residual, Residual)]
     arrays = {id(x): x for residual in packed for x in leaves_of(residual)}
@@ -775,7 +726,7 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], sources: Mapping[int, str]) -> list[Any]:
-    """Return a `Mark` of each tensor for the report. `sources`: from what backward computes a tensor again."""
+    """Return marks of tensors for the report. `sources`: id of a recomputed tensor -> names of its sources."""
     if not is_reported.value:
         return []
     shown = {id(x): x for x in tensors if not _is_never_packed(x, is_staging())}.values()
@@ -783,15 +734,8 @@ def _marks(packing: Packing, tensors: Sequence[Any], sources: Mapping[int, str])
 
 
 def _largest(tensors: Sequence[Any]) -> list[Any]:
-    """If JAX reports NaN or infinity, return the largest absolute value of each traced tensor.
-
-    These values are residuals.
-
-    JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
-    would not find a NaN in them. The forward pass returns the largest absolute value of each traced tensor as one more
-    residual. JAX checks this residual, and so finds a NaN in the tensor. Backward reads none of these values. tests:
-    hooks/test_modes.py
-    """
+    # JAX looks for NaN among the results of a program, and so misses one in a packed or recomputed tensor. It finds the
+    # NaN in the largest absolute value of each, which is one more residual. tests: hooks/test_modes.py
     if not is_nan_reported():
         return []
     traced = [jax.lax.stop_gradient(x) for x in tensors if is_tracer(x) and has_tangent(x)]
@@ -799,9 +743,6 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _is_never_packed(tensor: Any, is_program: bool) -> bool:
-    """Return whether a value is never packed.
-
-    Few hooks can read a PRNG key, and no hook can restore a Ref. A program holds its constants anyway. If constants
-    were packed, XLA would evaluate the hooks on them while it compiles, which may take seconds.
-    """
+    # Few hooks can read a PRNG key, and no hook can restore a Ref. A program holds its constants anyway, and XLA would
+    # evaluate the hooks on them while it compiles, which may take seconds.
     return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))
