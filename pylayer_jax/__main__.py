@@ -3,7 +3,7 @@
     python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5 jax.numpy.tanh
     ->  check_layer(Scale, <array of 8 x 8 random numbers>, 0.5, jax.numpy.tanh)
 
-The command `check` never evaluates a spec as Python code: a spec is an array type, a Python literal, or a dotted name.
+`check` never evaluates a spec as Python code: a spec is an array type, a Python literal, or a dotted name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIPE_CLOSED = 128 + 13  # SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Return the exit status: 0 if the demo reached its goals or the layer passed, else 1."""
+    """Run the command line. Return 0 if the demo reached its goals or the layer passed, and else 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         passed, report = check(arguments[1:])
@@ -62,10 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _printable(report: str) -> str:
-    """Return the report, with words instead of ticks if the terminal cannot print ticks.
-
-    Many terminals on Windows cannot.
-    """
+    """Replace ticks by words if the terminal cannot print ticks, as many on Windows cannot."""
     try:
         report.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -76,8 +73,7 @@ def _printable(report: str) -> str:
 
 
 def _main_without_traceback() -> int:
-    # If Ctrl-C raised a KeyboardInterrupt while JAX compiles, the C++ code of JAX would swallow it. So the signal
-    # handler exits.
+    # The C++ code of JAX swallows a KeyboardInterrupt while it compiles. So the signal handler exits.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_after_interrupt)
     try:
@@ -122,14 +118,11 @@ example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5
 
 
 class UnusableError(Exception):
-    """An error about an argument of the command that is invalid or not found."""
+    """An argument of the command is invalid or not found."""
 
 
 def check(arguments: list[str]) -> tuple[bool, str]:
-    """Return whether the layer passes all checks, and the text of the report.
-
-    Exit with status 2 if an argument is invalid.
-    """
+    """Return whether the layer passes all checks, and the report. Exit with status 2 if an argument is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
         description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"

@@ -4,12 +4,8 @@
     plain            2.75 MiB         5.00 MiB          107 M  ...
     8 bits    1.08 MiB (0.39)  0.84 MiB (0.17)   134 M (1.25)  ...   0.0011
 
-The table is made in three steps:
-
-1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. If a program fails or
-   returns no scalar, this step raises the error, before XLA spends minutes on the others.
-2. Each gradient is compiled, and runs once. XLA reports its memory and its operations.
-3. The compiled gradients run in turn, to measure their times.
+First `saved_tensors_report` traces each program, so that a wrong program raises its error before XLA spends minutes on
+the others. Then each gradient is compiled, and runs once. At the end all run in turn, to measure their times.
 """
 
 from __future__ import annotations
@@ -74,7 +70,7 @@ class ProgramComparison:
         return html_table(*self._table(), self._caption())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles of the columns, and a list of rows, each of which is a list with the texts of its cells."""
+        """Return the titles of the columns, and for each row the texts of its cells."""
         rows = self.rows
         columns = {
             "program": [r.name for r in rows],
@@ -96,10 +92,7 @@ class ProgramComparison:
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
     def _operations(self) -> list[str]:
-        """Return the cells of the operations.
-
-        The cell of a program shows no ratio to the first program if only one of these two programs has a loop.
-        """
+        """Return the cells, without a ratio where only one of a program and the first has a loop."""
         counts, loop_mask = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
         choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
         cells = [with_ratio if has_loop == loop_mask[0] else count for has_loop, with_ratio, count in choices]
@@ -122,9 +115,9 @@ class ProgramComparison:
             >>> comparison = compare_programs(lambda x: jnp.sum(jnp.tanh(jnp.sin(x))), jnp.ones((64, 1024)), rounds=0)
             >>> loss = comparison.within("2 MiB").program
 
-        Of errors that differ by at most 1e-5, the row with the fewest operations is returned. If nothing was run, it is
-        the first row that fits. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold
-        one gradient with its arguments, but not the state of an optimizer.
+        Among errors that differ by at most 1e-5, the fewest operations decide. If nothing was run, the first row that
+        fits is returned. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one
+        gradient with its arguments, but not the state of an optimizer.
 
         Raises:
             ValueError: if no program fits, if XLA does not report the memory, or if the text cannot be read.
@@ -146,9 +139,9 @@ class ProgramComparison:
         return min(best, key=lambda r: r.operations or 0)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one point per program, with its memory against its operations.
+        """Draw the memory of each program against its operations, on `ax` or on new axes, and return the axes.
 
-        Draw on `ax`, or on new axes, and return the axes. Needs matplotlib.
+        Needs matplotlib.
 
         Raises:
             ValueError: if XLA did not tell the memory or the operations of a program.
@@ -184,33 +177,28 @@ def compare_programs(
         ['plain', 'recompute_saved()', 'cast_saved()', 'quantize_saved(8)', 'quantize_saved(4)']
         >>> loss = comparison.within("1 MiB").program
 
-    `programs` is a function (or a layer) that takes `args` and returns a scalar. It is compared with itself under each
-    pair in the list above. Or `programs` maps names to such functions: `{"plain": loss, "8 bits":
-    quantize_saved(8)(loss)}`. The gradient is with respect to all float arrays in `args`, which may be any pytrees;
-    integer arrays, PRNG keys and leaves that are not arrays are passed unchanged. To leave out the gradient with
-    respect to an array, such as a batch of data, apply `jax.lax.stop_gradient` to it in the programs. A step is one run
-    of a compiled gradient, which computes the value too. `rounds` is the number of rounds in which each step is timed.
-    If `rounds` is 0, the table has no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program runs, so that
-    none has to fit into memory. The table then has no step times and no errors.
+    `programs` is a function (or a layer) that takes `args` and returns a scalar, and is compared with itself under each
+    pair in the list above. Or it maps names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`.
+    The gradient is with respect to all float arrays in the pytrees `args`; other leaves are passed unchanged. To leave
+    out an array, such as a batch of data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds`
+    rounds, all programs run in turn; 0 rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program
+    runs, so that none has to fit into memory; the table then has no step times and no errors.
 
     The table shows per program:
 
-    - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the
-      operations in the body of a loop count once, and those in kernels and callbacks do not count;
+    - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the operations
+      in the body of a loop count once, and those in kernels and callbacks do not count;
     - the peak: temporary memory, arguments and results;
-    - the bytes that the vjp function holds, on all devices together and without the inputs of the program, as
-      `saved_tensors_report` counts them;
-    - the seconds for tracing with lowering (JAX), and for compiling (XLA). Each program is traced once before the
-      measurement, so that JAX's caches hold the inner jitted functions of every program. A persistent compilation cache
-      makes compiling seem fast;
-    - the time of a step, as its median and quartiles over the rounds. All programs run in turn in each round;
+    - the bytes that the vjp function holds, as `saved_tensors_report` counts them: on all devices, without the inputs;
+    - the seconds for tracing with lowering (JAX), after a first trace has filled JAX's caches, and for compiling (XLA),
+      which a persistent compilation cache makes seem fast;
+    - the time of a step, a run of the compiled gradient with the value, as median and quartiles over the rounds;
     - the errors: the difference to the value of the first program, and the 2-norm of the difference to its gradient,
       both relative to the first.
 
-    The result prints as a table, also in a notebook. A terminal shows each row as soon as it is done. `.rows` has the
-    figures and the programs, `.within("2 GiB")` returns the row of the smallest error that fits, and `.plot()` draws
-    memory against operations. If XLA does not report the memory or the number of operations on a backend, the table has
-    empty cells for them.
+    Cells that XLA does not report on a backend are empty. A terminal shows each row as soon as it is done. `.rows` has
+    the figures and the programs, `.within("2 GiB")` returns the row of the smallest error that fits, and `.plot()`
+    draws memory against operations.
 
     Raises:
         TypeError: if `programs` is not a function or a mapping from names to functions, if none of `args` holds a float
@@ -263,7 +251,6 @@ def compare_programs(
 
 
 def _checked_programs(programs: Any, rounds: int) -> Mapping[Any, Callable[..., Any]]:
-    """Return the programs by name: the given ones, or those that are made of one function."""
     example = 'compare_programs({"plain": loss, "8 bits": quantize_saved(8)(loss)}, *args)'
     if not isinstance(programs, Mapping):
         if not callable(programs):
@@ -292,11 +279,6 @@ def _function_of(program: Any) -> Callable[..., Any]:
 
 
 def _checked_scalar(name: Any, result: Any) -> Any:
-    """Return the result of a program, which has to be a real scalar.
-
-    Raises:
-        TypeError: if it is something else.
-    """
     got = describe(result)
     if is_tensor(result):
         if not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
@@ -349,7 +331,6 @@ def _compile(
 
 
 def _has_loop(jaxpr: Any) -> bool:
-    """Return whether a jaxpr, or a jaxpr within it, has a loop."""
     return any(
         equation.primitive.name in ("scan", "while") or any(map(_has_loop, inner_jaxprs(equation.params)))
         for equation in jaxpr.eqns
@@ -370,7 +351,7 @@ def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
 
 @jax.jit
 def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return two numbers for each array: the sum of squares of `got - first`, and the sum of squares of `first`."""
+    """Return for each array the sum of squares of `got - first`, and that of `first`."""
 
     def widened(x: Any) -> Any:
         return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x  # sums in bfloat16 would be inexact
@@ -383,10 +364,7 @@ def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[
 
 
 def _step_seconds(steps: Sequence[Callable[[], Any]], rounds: int) -> list[tuple[float, ...]]:
-    """Return the times of each step in seconds, one per round.
-
-    Each round times every step. So if the machine slows down, all steps become slower together.
-    """
+    """Time every step in each round, so that a slower machine slows all steps down together."""
     seconds: list[list[float]] = [[] for _ in steps]
     timed = [
         (step, math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)), s)
@@ -408,7 +386,6 @@ def _seconds(step: Callable[[], Any], repeats: int) -> float:
 
 
 def _bytes_of(memory: float | str) -> float:
-    """Return a number of bytes, also for a text such as "2 GiB"."""
     if not isinstance(memory, str):
         return memory
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(I?))?B\s*", memory.upper())
@@ -432,14 +409,14 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
-    """Return the largest unit in which at least one value is 1 or greater, or else the smallest unit."""
+    """Return the largest unit in which some value is at least 1, or else the smallest unit."""
     largest = max((v for v in values if v is not None), default=0)
     smallest = next(iter(units))
     return [smallest, *(unit for unit, size in units.items() if largest >= size)][-1]
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts with three digits, in one unit. For each value that is None, return an empty text."""
+    """Return the values as texts with three digits, in one unit; None is empty."""
     unit = _unit(values, units)
     return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
 
@@ -450,11 +427,7 @@ def _three_digits(value: float) -> str:
 
 
 def _with_ratios(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts in one unit.
-
-    Each text except the first ends with the ratio of its value to the first value. The ratio is left out if a value is
-    unknown or the first value is 0.
-    """
+    """Return the values as texts in one unit, and all but the first with their ratio to it, if that is known."""
     first, *others = _in_unit(values, units)
     ratios = ["" if not values[0] or v is None else f" ({v / values[0]:.2f})" for v in values[1:]]
     return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))]

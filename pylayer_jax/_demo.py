@@ -1,7 +1,4 @@
-"""Defines the demo: it trains a network that classifies handwritten digits.
-
-The activations and the quantizer of the network are layers of this package.
-"""
+"""Demo that trains a classifier of handwritten digits, whose activations and quantizer are layers of this package."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ class Swish(PyLayer):
 class Quantize(PyLayer):
     """Layer that rounds x to a grid with a learned step (LSQ, Esser et al. 2020, equations 1 to 3).
 
-    The gradient of x is the cotangent where x lies between the smallest and the largest grid value, and 0 elsewhere.
-    The gradient of `step`, the distance between two grid values, follows equation 3 of LSQ. `backward` multiplies the
-    gradient of `step`, the spacing of the grid, by `factor`. Therefore an optimizer changes `step` only a little in
-    each update.
+    x gets the cotangent within the grid, and 0 outside. `factor` scales the gradient of `step`, the spacing of the
+    grid, so that an optimizer changes it only a little in each update.
     """
 
     @staticmethod
@@ -110,7 +105,7 @@ def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: L
 def train(
     loss: Callable[..., jax.Array], images: jax.Array, labels: jax.Array, epochs: int, seed: int, title: str | None
 ) -> Parameters:
-    """Return the parameters after `epochs` passes over the images. A progress bar is shown if `title` is not None."""
+    """Train for `epochs` passes over the images; a progress bar has the `title`, if there is one."""
     import optax
     from tqdm import tqdm
 
@@ -139,19 +134,16 @@ def train(
 
 
 def gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the largest error of the layers' gradients, relative to the largest gradient in plain JAX.
-
-    `LAYERS` contains the layers, and `PLAIN` contains the same functions in plain JAX.
-    """
+    """Return the largest error of the layers' gradients, relative to the largest gradient in plain JAX."""
     ours, plain = (ravel_pytree(jax.grad(loss)(parameters, images, labels, each))[0] for each in (LAYERS, PLAIN))
     return jnp.max(jnp.abs(ours - plain)) / jnp.max(jnp.abs(plain))
 
 
 def run(epochs: int, seed: int, progress: bool) -> bool:
-    """Train on three quarters of the 1,797 digits and print the results. Return whether the results meet the goals.
+    """Train on three quarters of the 1,797 digits, print the results, and return whether they meet the goals.
 
-    The gradients must match those of plain JAX. The test accuracy must reach `ACCURACY`, but this goal is waived if
-    there are fewer than `ENOUGH_EPOCHS` epochs.
+    The gradients must match those of plain JAX, and after `ENOUGH_EPOCHS` epochs the test accuracy must reach
+    `ACCURACY`.
 
     Raises:
         ImportError: if optax, scikit-learn or tqdm is not installed; the extra named `demo` installs them.

@@ -28,14 +28,7 @@ from ._trees import split
 
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
-    """Return a table as lines of text, with the caption below; the columns named in `right` are aligned to the right.
-
-    >>> print(text_table(["name", "bytes"], [["x", "1"], ["weights", "1,024"]], right=["bytes"], caption="two tensors"))
-    name     bytes
-    x            1
-    weights  1,024
-    two tensors
-    """
+    """Return a table as lines of text, above the caption; the columns in `right` are aligned to the right."""
     table = [titles, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     justify = [str.rjust if title in right else str.ljust for title in titles]
@@ -44,8 +37,6 @@ def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Coll
 
 
 def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
-    """Return a table as HTML, with all text escaped."""
-
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
@@ -55,10 +46,7 @@ def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 
 @contextlib.contextmanager
 def progress() -> Generator[Callable[[str], None]]:
-    """Yield a function that shows a line in a terminal or notebook, and shows nothing elsewhere or in a test.
-
-    At the end, all lines are removed from the screen, because the report repeats them.
-    """
+    """Yield a function that shows a line until the end, in a terminal or notebook, but not in a test."""
     shown: list[str] = []
     size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
     is_test = "PYTEST_CURRENT_TEST" in os.environ
@@ -87,7 +75,7 @@ def progress() -> Generator[Callable[[str], None]]:
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """One row of a report: a residual, or several residuals that differ only in their values."""
+    """One row of a report: a residual, or several that differ only in their values."""
 
     kind: str  # "input"; or "layer" if a layer saves the tensor; or "copy" (of an input), "operation", "constant"
     layer: str  # the class of the layer that saves the tensor; empty if no layer saves it
@@ -106,7 +94,7 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedTensorsReport:
-    """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar residuals."""
+    """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar ones."""
 
     rows: list[SavedTensor]
     total_unpacked_bytes: int  # the bytes that the vjp function would hold without any block of hooks
@@ -123,12 +111,12 @@ class SavedTensorsReport:
 
     @property
     def recomputed_bytes(self) -> int:
-        """The number of bytes in tensors that are not kept, because backward computes them again from other tensors."""
+        """The number of bytes in tensors that backward computes again from other tensors."""
         return sum(r.bytes for r in self.rows if r.is_recomputed)
 
     @property
     def input_bytes(self) -> int:
-        """The total size in bytes of those inputs of the function that the vjp function holds without packing."""
+        """The number of bytes in inputs of the function that the vjp function holds without packing."""
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     def __repr__(self) -> str:
@@ -140,7 +128,7 @@ class SavedTensorsReport:
         return html_table(titles, rows, self._total())
 
     def _table(self) -> list[list[str]]:
-        """Return the cells of the table, with the row of titles first, without columns that would be empty."""
+        """Return the cells, with the row of titles first, without columns that would be empty."""
         is_packed = any(r.packed_bytes != r.bytes for r in self.rows)
         has_inside = any(r.inside for r in self.rows)
         inputs = [r for r in self.rows if r.kind == "input"]
@@ -174,7 +162,7 @@ class SavedTensorsReport:
         return ", ".join(part for part, applies in parts.items() if applies)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one bar of length `packed_bytes` per row, on `ax` or on new axes. Return the axes. Needs matplotlib."""
+        """Draw a bar of length `packed_bytes` per row, on `ax` or on new axes; return the axes. Needs matplotlib."""
         if ax is None:
             import matplotlib.pyplot as plt
 
@@ -198,18 +186,16 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         Tanh    saved[0]  float32[8,4]      1    128  ...
         128 bytes are kept for backward
 
-    `fun` is a function or a layer. JAX traces `fun` and does not run it, so the arguments may be
-    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Saved-tensor hooks around the call and inside `fun`
-    apply as in a compiled program.
+    `fun` is a function or a layer. JAX only traces it, so the arguments may be `jax.ShapeDtypeStruct`s. All float
+    arguments are differentiated. Saved-tensor hooks around the call and inside `fun` apply as in a compiled program.
 
-    Each row describes one residual, or several that differ only in their values: a tensor that a layer saves, a result
-    of a plain operation, or an input of `fun`. An input takes no extra memory, because the caller holds it. The names
-    are those that a predicate `only` gets in `info`, and that `by_name` takes as keys; the column `inside` shows the
-    last two of `info.inside`. The largest rows come first, and inputs come last, in one line. A tensor that several
-    layers save has one row. A tensor that hooks compute again in backward has 0 packed bytes. The size of an array is
-    that of the whole array, on all devices. Hooks with `host=True` hold a packed tensor outside of the compiled
-    program, which keeps a number with 4 bytes instead. JAX traces `fun` once with hooks, and once without them, to
-    compute `total_unpacked_bytes`.
+    A row is a residual, or several that differ only in their values: a tensor that layers save, a result of a plain
+    operation, or an input of `fun`, which takes no extra memory, because the caller holds it. The names are those that
+    a predicate `only` gets in `info`, and that `by_name` takes as keys; the column `inside` shows the last two of
+    `info.inside`. The largest rows come first, and the inputs last, in one line. A tensor that backward computes again
+    has 0 packed bytes. Sizes are those of whole arrays, on all devices. Hooks with `host=True` hold a packed tensor
+    outside of the compiled program, which keeps a number with 4 bytes instead. A second trace of `fun`, without hooks,
+    gives `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -247,7 +233,7 @@ def _argument_name(path: str) -> str:
 def _residuals(
     run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str]
 ) -> tuple[list[Value], dict[Value, list[Note]]]:
-    """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each value. `names` names the tensors."""
+    """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each. `names` names the tensors."""
     is_float = [_is_inexact(t) for t in tensors]
 
     def residuals(*tensors: Any) -> list[Any]:
@@ -266,9 +252,8 @@ def _residuals(
 
 
 def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
-    """Return one row per group of equal residuals. The largest rows come first, and inputs come last."""
-    # Leave out residuals of size 0. The residuals of size 0 are the results of `Mark`s, and run numbers. NOTE [several
-    # runs] in _custom_vjp.py describes the run numbers.
+    """Return one row per group of equal residuals, the largest first and the inputs last."""
+    # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _custom_vjp.py.
     kept = [value for value in values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
     for array in kept:
@@ -289,10 +274,7 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
 
 
 def _recomputed_row(value: Value) -> SavedTensor:
-    """Return the report row of a tensor that the backward pass recomputes.
-
-    `value` describes the empty array that the `Mark` of this tensor returned.
-    """
+    """Return the row of a recomputed tensor; `value` is the empty array that its `Mark` returned."""
     one, times = value.innermost()
     assert one.mark is not None
     start = one.aval.shape.index(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
@@ -313,11 +295,7 @@ def _recomputed_row(value: Value) -> SavedTensor:
 
 
 def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
-    """Return the rows of a tensor.
-
-    A kept input has one row for the input itself, and a second row if `arrays` contains other arrays. Any other tensor
-    has one row.
-    """
+    """Return one row, or two for an input that is kept both as such and in other arrays."""
     is_kept_input = tensor.kind == "input" and tensor.part is None and tensor in arrays
     if not is_kept_input:
         return [_row(tensor, arrays, notes_of)]
@@ -327,10 +305,7 @@ def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value,
 
 
 def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> SavedTensor:
-    """Return the row of a tensor.
-
-    JAX keeps `arrays` for the tensor: the tensor itself, arrays that a pack hook made from the tensor, or both.
-    """
+    """Return the row of a tensor for which JAX keeps `arrays`: itself, arrays that a pack hook made of it, or both."""
     one, n_iterations = tensor.innermost()
     packed = [(a, *a.innermost()) for a in arrays if a is not tensor]
     if packed:  # count each iteration that packs the tensor, and all shards of it
@@ -369,12 +344,10 @@ def _is_on_host(value: Value) -> bool:
 
 
 def _name(value: Value, notes: Sequence[Note]) -> str:
-    """Return the name that the last `Mark` gave to a value, or `value.name` if no `Mark` named the value."""
     return [value.name, *(note.name for note in notes if not note.layer)][-1]
 
 
 def line_of(equations: Sequence[Any]) -> str:
     """Return the innermost source line of user code, such as `model.py:12`."""
-    # An equation inside a jitted function of JAX itself has no line of user code. The equation that calls this jitted
-    # function has a line of user code.
+    # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
     return source_line([equation.source_info for equation in equations])

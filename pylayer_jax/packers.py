@@ -6,13 +6,11 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-A pair packs the residuals that are computed inside the block, so put the block around the whole loss. By default, a
-pair does not pack values from outside the block, such as weights and inputs. It does not pack slices, reshapes and
-casts of these values either. With `arguments=True`, a pair packs these values too, like any other tensor. Integers,
-complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an array and its origin (see
-`saved_tensors_hooks`). A tensor for which `only` returns False is not packed. For example, `cast_saved(only=lambda x:
-x.ndim > 1)` does not pack vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every
-tensor.
+A pair packs the residuals that are computed inside the block, so put the block around the whole loss. With
+`arguments=True`, it also packs values from outside the block, such as weights and inputs, and slices, reshapes and
+casts of them. Integers, complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an array
+and its origin (see `saved_tensors_hooks`), that selects the tensors to pack: `cast_saved(only=lambda x: x.ndim > 1)`
+leaves out vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every tensor.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ def _has_rows(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    """Base class of the ready pairs, except `chain` and `by_name`.
-
-    The pack hook of a ready pair returns the tensor itself, a NumPy array, or an object with a method `restored`.
-    """
+    """Base class of the ready pairs; packs to the tensor, a NumPy array, or an object with a method `restored`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
@@ -113,13 +108,13 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes < report.total_unpacked_bytes / 4
         True
 
-    A tensor is kept if it is the result of a matrix product, a convolution, a reduction, a comparison, a loop, a custom
-    rule, or of another operation that is not cheap. Elementwise operations such as a gelu, a normalization or a product
-    with a mask are computed again from these, as the other ready pairs do too.
+    The results of matrix products, convolutions, reductions, comparisons, loops, custom rules and other operations that
+    are not cheap are kept. Elementwise operations such as a gelu, a normalization or a product with a mask are computed
+    again, as the other ready pairs do too.
 
     Args:
         arguments: whether to compute again what follows from values outside the block.
-        only: a predicate that selects the tensors that may be computed again, as described at the top of this module.
+        only: a predicate that selects the tensors that may be computed again.
     """
 
     def __init__(self, *, arguments: bool = False, only: Only | None = None) -> None:
@@ -132,14 +127,13 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         >>> print(jax.grad(save_on_cpu()(jnp.sin))(0.0))
         1.0
 
-    In eager mode, `save_on_cpu` keeps each saved tensor as a NumPy array, unless `pin_memory` is True. In traced code
-    the pair moves each tensor to the host memory space of its device (`jax.memory.Space.Host`), if the device has one.
-    In eager mode, the pair also moves an array that is spread over several processes to `jax.memory.Space.Host`.
+    Eager mode keeps each tensor as a NumPy array, unless `pin_memory` is True or the array is spread over several
+    processes. Then it moves the tensor, as traced code does, to the host memory space of its device
+    (`jax.memory.Space.Host`), if the device has one.
 
     Args:
         pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
-        arguments: whether to pack values from outside the block too, as described at the top of this module.
-        only: a predicate that selects the tensors to pack, as described at the top of this module.
+        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
     """
 
     def __init__(
@@ -148,8 +142,8 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # NumPy cannot read an array that is spread over several processes. NumPy can read a constant that JAX
-            # stores in an internal array class. Such a constant is on no device and has no attribute `committed`.
+            # NumPy cannot read an array that is spread over several processes. It can read a constant in an internal
+            # array class of JAX, which has no attribute `committed`.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
@@ -163,12 +157,12 @@ class _OnHost(NamedTuple):
     placed: bool  # True for traced and committed arrays, which are restored by a transfer instead of by NumPy
 
     def restored(self) -> Any:
-        # `jax.device_put` commits its result to a device, even if the original array was uncommitted. Therefore return
-        # a NumPy array for an uncommitted array. JAX makes an uncommitted array from it.
+        # `jax.device_put` would commit an uncommitted array to a device. JAX makes an uncommitted array from a NumPy
+        # array.
         return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
-# The functions that transfer arrays are jitted, because eager shard_map refuses a transfer that is not jitted.
+# Jitted, because eager shard_map refuses a transfer that is not jitted.
 @jax.jit
 def _to_host(x: jax.Array) -> jax.Array:
     # Without `src`, the transpose of `jax.device_put` would leave the cotangent on the host.
@@ -188,14 +182,12 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes <= report.total_unpacked_bytes / 2
         True
 
-    Tensors that are not wider than `dtype` are not packed. bfloat16 has the range of float32, and a cast to bfloat16
-    changes a value by at most 1 part in 256. float16 is more exact, but its largest value is 65504: a larger value is
-    unpacked as infinity.
+    Floating-point tensors are packed only if they are wider than `dtype`. bfloat16 has the range of float32, and a cast
+    to it changes a value by at most 1 part in 256. float16 is more exact, but values above 65504 become infinity.
 
     Args:
-        dtype: the floating-point dtype in which tensors are kept. The dtype has at least 16 bits.
-        arguments: whether to pack values from outside the block too, as described at the top of this module.
-        only: a predicate that selects the tensors to pack, as described at the top of this module.
+        dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
+        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
 
     Raises:
         TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
@@ -250,23 +242,22 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     The smallest value of a block is exact, -inf too, so that `jnp.where(mask, scores, -1e9)` does not harm the other
     scores. If the other finite values of the block range from a to b, a value v is kept as (v - a) / s, rounded to an
-    integer, where s = (b - a) / (2^bits - 3). The method is uniform quantization by group (Chen et al., "ActNN", 2021).
-    Rounding to the nearest integer changes a value by at most half the scale s, and stochastic rounding by less than s.
-    In addition, floating-point errors change a value by at most 4 times the machine epsilon times the larger of |a| and
-    |b|. If b - a is less than about 2^(bits + 1) times the smallest normal number, all values from a to b become a. NaN
-    and inf become NaN, and do not affect other values.
+    integer, where s = (b - a) / (2^bits - 3): uniform quantization by group (Chen et al., "ActNN", 2021). Rounding to
+    the nearest integer changes a value by at most s / 2, and stochastic rounding by less than s. Floating-point errors
+    add at most 4 times the machine epsilon times the larger of |a| and |b|. If b - a is less than about 2^(bits + 1)
+    times the smallest normal number, all values from a to b become a. NaN and inf become NaN, and do not affect other
+    values.
 
-    In each shard, the blocks cover the last axis exactly. Therefore packing needs no padding, and no communication
-    between devices. A tensor is not packed if packing would not make it smaller, as for a very short last axis.
+    In each shard, the blocks cover the last axis exactly, so that packing needs no padding, and no communication
+    between devices. A tensor that packing would not make smaller is not packed.
 
     Args:
         bits: the number of bits per value, 8 or 4.
         block_size: the largest number of values that share a scale. The length of a block is a divisor of the length of
-            the axis. Blocks are longer if the axis has no divisor near `block_size`, as for a large prime length.
+            the axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
         stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
             its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        arguments: whether to pack values from outside the block too, as described at the top of this module.
-        only: a predicate that selects the tensors to pack, as described at the top of this module.
+        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -318,9 +309,9 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
         >>> loss = quantize_saved(8)(lambda x, w: jnp.sum(layer(x, w) ** 2))
 
     Under a checkpoint inside a block of hooks that round, everything else is computed again from rounded products. So
-    what changes by leaps (a comparison of floats, `sign`, `round`, a cast to integers, a sort, an argmax) is saved too.
-    The policy cannot see which operand a max pooling compares: give it a name with `checkpoint_name`, and combine this
-    policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
+    results that change by leaps (a comparison of floats, `sign`, `round`, a cast to integers, a sort, an argmax) are
+    saved too. The policy cannot see which operand a max pooling compares: give it a name with `checkpoint_name`, and
+    combine this policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
     """
     row = ROWS.get(primitive.name)
     if row is None:
@@ -335,15 +326,6 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return the number of values in a block of the last axis.
-
-    The number of values in a block divides the length of the axis in each shard.
-
-    The block length is the greatest divisor that is at most `largest`. If this divisor is much smaller than both
-    `largest` and the axis length in each shard, the block length is the smallest divisor above `largest` instead. For
-    example, with `largest` = 128, the block length is 125 for an axis of length 1000, and 131 for an axis of length 262
-    = 2 * 131.
-    """
     length = x.shape[-1]
     if not isinstance(length, int):  # `jax.export` makes symbolic lengths
         return 1
@@ -352,6 +334,7 @@ def _block_length(x: Any, largest: int) -> int:
 
 @functools.cache
 def _length_of_block(in_shard: int, largest: int) -> int:
+    """Return the greatest divisor up to `largest`, or a larger one if it is far smaller: 1000 -> 125, 262 -> 131."""
     divisors = [n for n in range(1, in_shard + 1) if in_shard % n == 0] if in_shard <= largest else _divisors(in_shard)
     fitting = max(n for n in divisors if n <= largest)
     return fitting if fitting >= min(in_shard, largest // 8) else min(n for n in divisors if n > largest)
@@ -364,13 +347,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
-    """Divide an axis into blocks: the shape [..., n, ...] becomes [..., n / length, length, ...]."""
+    """Divide an axis into blocks: [..., n, ...] becomes [..., n / length, length, ...]."""
     shape = (*x.shape[:axis], x.shape[axis] // length, length, *x.shape[axis + 1 :])
     return _reshaped(x, shape, sharding, lambda names: (*names[: axis + 1], None, *names[axis + 1 :]))
 
 
 def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    """Join the blocks of an axis: the shape [..., n / length, length, ...] becomes [..., n, ...]."""
+    """Join the blocks of an axis: [..., n / length, length, ...] becomes [..., n, ...]."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return _reshaped(x, shape, sharding, lambda names: names)
 
@@ -396,10 +379,7 @@ class _Bits(NamedTuple):
 
 
 def _pack_bits(x: Any) -> Any:
-    """Pack 8 bools into a byte, along the last of the axes whose length in each shard is a multiple of 8.
-
-    Return `x` itself if no axis has a length that is a multiple of 8 in each shard.
-    """
+    """Pack 8 bools into a byte, along the last axis whose length in each shard is a multiple of 8, if there is one."""
     for axis in reversed(range(x.ndim)):
         length = x.shape[axis]
         if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
@@ -409,10 +389,7 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return `x`, and an array of the bit positions 0 to 7 that broadcasts along `axis` of `x`.
-
-    Both returned arrays pass through one optimization barrier: see `_depending_on`.
-    """
+    """Return `x` and the bit positions 0 to 7, which broadcast along `axis`."""
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
@@ -461,8 +438,8 @@ def _quantize(
     exact = exact + _dither(x, position) if stochastic else exact
     # The clamp also covers rounding errors. The cast rounds down.
     codes = jax.lax.clamp(jnp.zeros((), x.dtype), exact, jnp.asarray(2**bits - 3, x.dtype)).astype(jnp.uint8)
-    # XLA may compute x a second time, with another rounding error. A comparison with `smallest` itself could then be
-    # False, and a comparison with `low` True. Therefore compare with the middle.
+    # XLA may compute x a second time, with another rounding error, which could change the result of a comparison with
+    # `smallest` or `low` itself. Therefore compare with the middle.
     middle = low - (low * 0.5 - smallest * 0.5)  # XLA would compute the sum of the halves as (a + b) / 2: an overflow
     codes = jnp.where(x <= _in_blocks(middle, x), smallest_code, codes)
     codes = jnp.where(x < jnp.inf, codes, nan_code)
@@ -475,21 +452,18 @@ def _quantize(
 
 
 def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
-    """Broadcast `numbers`, which has one entry per block, to the shape of `x`, whose last axis runs through a block."""
+    """Broadcast numbers, one per block, to the shape of `x`, whose last axis runs through a block."""
     return jax.lax.broadcast_in_dim(numbers, x.shape, range(x.ndim - 1))
 
 
 def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
-    """Return `x` and `constants` behind an optimization barrier, so that the constants seem to depend on `x`.
-
-    Otherwise JAX would move a broadcast of a constant out of a scan, since each iteration has the same result, and
-    keep an array of the shape of `x`. tests: test_a_scan_keeps_no_constant_of_the_quantizer
-    """
+    # JAX would move the broadcast of a constant out of a scan, and keep an array of the shape of `x`. Behind this
+    # barrier, the constants depend on `x`. tests: test_a_scan_keeps_no_constant_of_the_quantizer
     return jax.lax.optimization_barrier((x, *constants))
 
 
 def _dither(x: jax.Array, position: jax.Array) -> jax.Array:
-    """Return a hash of each value in `x` and of its position in the block, as a number from 0 to 1."""
+    """Hash each value and its position in the block to a number from 0 to 1."""
     # `salt` gets the rank of x, because jax_numpy_rank_promotion="raise" forbids operands of different ranks.
     salt = jnp.expand_dims(position * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
     mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ salt) * jnp.uint32(0x85EBCA6B)
@@ -536,8 +510,8 @@ def _dequantize(
     x = codes.astype(high.dtype)
     half = _half_step(low, high, bits)
     half, smallest, low, high = (_in_blocks(numbers, x) for numbers in (half, smallest, low, high))
-    # Because of a rounding error, the value could leave the range of the block, and a positive value could become
-    # negative. Therefore clamp. `2 * half` may overflow. Therefore add `x * half` twice.
+    # A rounding error could move a value out of the range of the block, or make a positive value negative. Therefore
+    # clamp. `2 * half` may overflow, so `x * half` is added twice.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(codes < 2**bits - 2, x, jnp.where(codes == 2**bits - 1, nan, smallest))
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
@@ -552,16 +526,15 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. If backward has read a
-    file of a compiled program, the next run of the operation that wrote this file removes it. `close()` and the end of
-    the process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. The first
-    `close()` leaves the files of the shared programs on disk. The second `close()` removes them. A killed process
-    leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
+    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program, it
+    is removed when the operation that wrote it runs again after backward has read it. `close()` and the end of the
+    process remove all files. Pairs with the same directory share compiled programs, whose files the last `close()`
+    removes. A killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a
+    checksum.
 
     Args:
-        directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
-        arguments: whether to pack values from outside the block too, as described at the top of this module.
-        only: a predicate that selects the tensors to pack, as described at the top of this module.
+        directory: the directory in which the pair creates a folder for its files. It is created if needed.
+        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
 
     Raises:
         OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
@@ -583,10 +556,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder for the files of one pair of hooks.
-
-    The folder is removed when the pair and its files are deleted.
-    """
+    """A folder for the files of one pair of hooks, which is removed when the pair and its files are deleted."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -598,7 +568,7 @@ class _Folder:
 
 
 class _File:
-    """A tensor that is stored in a file. The file is removed when this object is deleted."""
+    """A tensor in a file, which is removed when this object is deleted."""
 
     __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
 
@@ -656,15 +626,14 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs the arrays that the pack hook of the first pair returns. The second pair also packs the
-    tensors that the first pair leaves unpacked. The second pair does not pack numbers, strings and other objects that
-    the pack hook of the first pair returns. For example, `quantize_saved(8)` packs a float32 tensor of shape [1024,
-    1024] as four arrays: integers of shape [1024, 8, 128], and three numbers for each block, each of shape [1024, 8].
-    `save_on_cpu` and `save_on_disk` move these four arrays. `save_on_cpu` and `save_on_disk` move
-    an array of integers only if the pack hook of an earlier pair in the `chain` created this array.
+    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked, but no
+    numbers, strings and other objects. For example, `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as
+    four arrays: integers of shape [1024, 8, 128], and three numbers for each block, each of shape [1024, 8].
+    `save_on_cpu` and `save_on_disk` move these four. They move an array of integers only if an earlier pair of the
+    chain made it.
 
-    A chain is `differentiable` (an argument of `saved_tensors_hooks`) if each pair in the chain is `differentiable`. A
-    chain packs values from outside the block only if every pair in the chain packs values from outside the block.
+    A chain is `differentiable` (an argument of `saved_tensors_hooks`) if every pair is, and it packs values from
+    outside the block if every pair does.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -722,18 +691,15 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The names of a tensor say where the tensor comes from. They are attributes of `info`, the second argument of a
-    predicate `only`. `by_name` tries the names in this order: `info.name`, `info.layer`, `info.operation`, and last the
-    names in `info.inside`, from the innermost to the outermost. `by_name` looks for the first name of the tensor that
-    is a key of the dict. `by_name` packs the tensor with the pair of hooks that the dict holds for the first matching
-    name. So the name of a module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(),
-    ...: None}`. The key `...` (Ellipsis) selects the pair for all other tensors. `saved_tensors_report` prints a name
-    of each tensor.
+    The names of a tensor say where it comes from. They are attributes of `info`, the second argument of a predicate
+    `only`: `info.name`, `info.layer`, `info.operation`, and the names in `info.inside`, from the innermost to the
+    outermost. The first of these that is a key of the dict decides. So the name of a module's class selects the tensors
+    that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
+    all other tensors. `saved_tensors_report` prints a name of each tensor.
 
     Backward recomputes a tensor that follows from another saved tensor (a transpose, a mask), unless this could enlarge
-    the packing error. The pairs of the dict may differ in which tensors backward may recompute. Then the strictest pair
-    decides for all tensors. Values from outside the block are packed only if all pairs of the dict have
-    `arguments=True`.
+    the packing error. If the pairs differ in which tensors backward may recompute, the strictest decides for all
+    tensors. Values from outside the block are packed only if all pairs have `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a

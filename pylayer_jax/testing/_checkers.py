@@ -46,18 +46,18 @@ def check_layer(
         >>> report.passed
         True
 
-    The report has one row per property of the layer:
+    The report has one row per property, which begins with ✓ if the layer has it, with ✗ if not, and with – if there is
+    nothing to check:
 
     - eager: JAX can compute the outputs and gradients;
-    - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. The vmap check batches
-      each choice of arrays, up to a limit, and also integers, booleans and PRNG keys if the layer accepts this. The
-      shard_map check runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
-    - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, in
-      float64 and in the dtypes of the arguments, for `args` and for random values (see `gradcheck`). First derivatives
-      are also checked for 100 times and 0.01 times `args`. The row names each branch (of `jnp.where`, `jnp.clip`, ...)
-      that no entry of these values takes. To check such a branch, pass arguments for which an entry takes it;
+    - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap batches each choice
+      of arrays, up to a limit, and also integers, booleans and PRNG keys if the layer accepts this. shard_map runs on
+      all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
+    - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, as
+      in `gradcheck` and `gradgradcheck`. The row names each branch (of `jnp.where`, `jnp.clip`, ...) that no entry of
+      the values takes. To check such a branch, pass arguments for which an entry takes it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
-      A layer without forward mode passes, and the row has a dash;
+      A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer whose gradients have no `jax.jvp` passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated;
@@ -68,9 +68,7 @@ def check_layer(
       the gradients of an earlier run;
     - leaks: no traced value outlives its trace under jit.
 
-    A row begins with ✓ if the layer has the property, with ✗ if the layer lacks it, and with – if there is nothing to
-    check. A terminal or notebook shows one line per finished property until the report is complete. The checks
-    cannot notice that `backward` reads a global variable which only code outside the layer changes.
+    The checks cannot notice that `backward` reads a global variable which only code outside the layer changes.
 
     Args:
         layer: a layer class, or a function of `args` that applies a layer.
@@ -148,7 +146,7 @@ _WIDTH = len("forward over reverse")  # the longest name of a property
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Result of one check: the name of the property, whether the layer has this property, and a message."""
+    """Result of one check."""
 
     name: str
     passed: bool  # also True if there is nothing to check
@@ -166,10 +164,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """Result of `check_layer`. The `str` of a report has one line per property, and its `repr` has one line.
-
-    Notebooks show a table.
-    """
+    """Result of `check_layer`: its `str` has one line per property, its `repr` one line; notebooks show a table."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -196,7 +191,7 @@ class LayerReport:
         return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
 
     def hints(self) -> list[str]:
-        """Return sentences that say how to declare an intended failure. No sentence: no failure looks intended."""
+        """Return sentences that say how to declare failures that look intended."""
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
@@ -250,7 +245,7 @@ def _row_of(name: str, cases: Cases) -> Row:
         # Leave out JAX's note about tracebacks, which begins with dashes.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
-        # In place of a private class of this package, name its public base class.
+        # Name the public base class of a private class of this package.
         public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
         return Row(name, False, f"{public.__name__}: {first_line(error)}{where}", error)
 
@@ -289,28 +284,25 @@ def gradcheck(
         >>> gradcheck(Round, (x,), reference=lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x))
         True
 
-    Gradients in float64 are compared with central differences. Gradients in the dtypes of `args` are compared with the
-    gradients in float64. The gradient of each argument must be the same if JAX differentiates with respect to this
-    argument alone. If an output has no cotangent, the gradients must be the same as with a cotangent of zeros. The
-    gradients of a second run must be equal to the gradients of the first run. The gradients must also stay the same if
-    `fun` runs on other values between the forward and the backward pass. The gradients must not change under `jax.jit`
-    either, unless `fun` needs concrete values. The gradients must also be linear in the cotangents. If `fun` accepts
-    random values, its gradients at random values are compared too. Random values keep the properties of `args`. If all
-    values in an array of `args` are positive, the random values of this array are positive too. If the values are
-    sorted along the last axis, the random values are sorted too. If all values are in [-1, 1], the random values are in
-    [-1, 1] too, unless `fun` fails at all such random values. If `fun` returns finite outputs at `100 * args` and `0.01
-    * args`, the gradients are compared at these arguments too. At such large or small values, `fun` may take other
-    branches, for example where it clips values, and its gradients may overflow. If `fun` needs special values such as
-    symmetric matrices, check a function that makes these values: `lambda a: Layer.apply((a + a.T) / 2)`. Choose
-    arguments away from kinks, where even a right gradient may differ from the central difference.
+    Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
+    float64. The gradients must stay the same in a second run, if `fun` runs on other values before backward, if only
+    one argument is differentiated, if zero cotangents are missing, and under `jax.jit`, unless `fun` needs concrete
+    values. They must be linear in the cotangents.
+
+    Gradients are also compared at random values, if `fun` accepts them, and at `100 * args` and `0.01 * args`, if its
+    outputs are finite there. `fun` may clip at such values, and its gradients may overflow. In an array of random
+    values, all are positive, or sorted along the last axis, if those in `args` are, and they are in [-1, 1] if those in
+    `args` are, unless `fun` fails at all such values. If `fun` needs special values such as symmetric matrices, check a
+    function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where even a
+    right gradient may differ from the central difference.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
         args: a tuple of any pytrees. JAX differentiates with respect to the floating-point and complex arrays in them.
-        reference: a plain JAX function of the same `args`. Its gradients are then expected, instead of central
-            differences, and its outputs. Pass one if a gradient is meant to differ from the derivative of the outputs.
+        reference: a plain JAX function of the same `args`. Its outputs and gradients are then expected, instead of
+            central differences. Pass one if a gradient is meant to differ from the derivative of the outputs.
         rtol: relative tolerance. The default is the cube root of the machine epsilon for comparisons with central
-            differences, and the square root of the machine epsilon for other comparisons.
+            differences, and the square root for others.
         atol: absolute tolerance. The default is `sqrt(eps) * max(abs(gradient))`, where `eps` is the machine epsilon.
             The estimated rounding errors are added to both tolerances.
         step: the relative distance by which entries are perturbed: an entry x by `step * max(1, abs(x))`. The default
@@ -318,8 +310,8 @@ def gradcheck(
         limit: the largest number of entries of an array that are perturbed one by one. In a larger array, this number
             of random entries and one random direction are perturbed.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
-        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. If `fun` casts
-            to a narrower dtype inside, they are computed in that dtype, with wider tolerances, as with False.
+        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. With False, or
+            if `fun` casts to a narrower dtype inside, they are computed in a narrower dtype, with wider tolerances.
 
     Raises:
         AssertionError: if a gradient is wrong; otherwise `gradcheck` returns True, as in torch. The message names the
@@ -343,13 +335,12 @@ def gradgradcheck(
     seed: int = 0,
     float64: bool = True,
 ) -> bool:
-    """Run `gradcheck`, and then compare second derivatives (reverse over reverse) in the same way.
+    """Run `gradcheck`, and then compare second derivatives (reverse over reverse) with its parameters and errors.
 
         >>> gradgradcheck(Tanh, (x,))
         True
 
-    A gradient is a function of the arguments and of the cotangents, so `gradgradcheck` perturbs both. `gradcheck`
-    describes the parameters and the errors.
+    A gradient is a function of the arguments and of the cotangents, so both are perturbed.
     """
     options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
     _check("gradgradcheck", fun, reference, args, [1, 2], options)
@@ -370,24 +361,21 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The expected gradients are those of the reference. The gradients that JAX computes for the reference need not be the
-    derivatives of the outputs of the reference. In this example, the reference has the derivative 1. But the outputs of
-    the layer are rounded values, and the derivative of rounding is 0. `assert_equivalent` runs the same checks as
-    `gradcheck`, also for random values.
+    The expected gradients are those that JAX computes for the reference, which need not be the derivatives of its
+    outputs: here they are 1, although the derivative of rounding is 0. The checks are those of `gradcheck`, also for
+    random values.
 
-    If the layer runs on several devices, the reference still runs on one device. On each device, the checker compares
-    the local copy of each output and of each gradient with the result of the reference. If all entries are wrong by the
-    same factor, such as the number of devices, the error message reports this factor. Pass arguments whose entries
-    differ, because equal shards hide mistakes.
+    The layer may run on several devices; the reference runs on one. Each device's copy of an output or gradient is
+    compared with the result of the reference. The message reports a factor by which all entries are wrong, such as the
+    number of devices. Pass arguments whose entries differ, because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
-        reference: a function of the same `args` that returns the same tensors, in any containers. If the reference also
-            returns objects that are not tensors, the layer must return as many objects of the same types, and equal
-            ones if they are numbers, strings or bytes.
+        reference: a function of the same `args` that returns the same tensors, in any containers. If it also returns
+            objects that are not tensors, the layer must return as many objects of the same types, and equal ones if
+            they are numbers, strings or bytes.
         args: a tuple of any pytrees.
-        orders: the orders of the derivatives to compare: 0 for outputs, 1 for gradients, 2 and 3 for second and
-            third derivatives.
+        orders: the orders of the derivatives to compare: 0 for outputs, 1 for gradients, up to 3.
         rtol: relative tolerance. The default is the square root of the machine epsilon.
         atol: absolute tolerance, as in `gradcheck`.
         seed: seed of the random cotangents.

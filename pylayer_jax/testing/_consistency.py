@@ -1,9 +1,7 @@
 """Defines the checks that compare gradients with those of other runs, of other cotangents, and under transforms of JAX.
 
-These checks find four kinds of wrong layers. A layer of the first kind has wrong gradients if the cotangent of one of
-its outputs is missing. A layer of the second kind has wrong gradients if an entry of `needs_input_grad` is False. A
-layer of the third kind has wrong gradients for cotangents of very large or very small absolute value. A layer of the
-fourth kind stores values outside `ctx`.
+They find layers that store values outside `ctx`, and layers whose gradients are wrong if a cotangent is missing, if an
+entry of `needs_input_grad` is False, or for very large or very small cotangents.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def check_arguments(subject: Subject) -> Cases:
 
 
 def check_cotangents(subject: Subject) -> Cases:
-    """Check that missing cotangents give the same gradients as cotangents that are zeros."""
+    """Check that missing cotangents give the same gradients as zeros."""
     function, w = subject.function, subject.cotangents
     if len(w) == 1:
         return "there is one, which cannot be missing"
@@ -102,11 +100,7 @@ def check_cotangents(subject: Subject) -> Cases:
 
 
 def check_linear(subject: Subject) -> Cases:
-    """Compare the gradients for other cotangents with those that follow from linearity.
-
-    If the gradients differ, and there is a reference, compare the gradients with those of the reference. The gradients
-    of the reference may be nonlinear in the cotangents too.
-    """
+    """Check that the gradients are linear in the cotangents, or else as those of the reference."""
     cases = _linearity_cases(subject, subject.function, subject.cotangents)
     mismatch = first_mismatch(cases)
     if mismatch is not None and subject.reference is not None:
@@ -121,14 +115,11 @@ def check_linear(subject: Subject) -> Cases:
 
 
 def _linearity_cases(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
-    """Return cases with the gradients for negated, scaled, zero and added cotangents.
-
-    The expected gradients follow from linearity and from the gradients for the cotangents `w`.
-    """
+    """Compare the gradients for negated, scaled, zero and added cotangents with those that linearity predicts."""
     pull = function.vjp(w)
     gradients, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
     got_and_expected: dict[str, tuple[Any, Any]] = {}
-    # `large` is a power of two: multiplying a floating-point number by a power of two has no rounding error.
+    # `large` is a power of two, so that a multiplication has no rounding error.
     large = 2.0**20 if all(float(jnp.finfo(x.dtype).max) > 1e30 for x in w.values()) else 2.0**6
     for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
         got = pull({k: scaled(factor, x) for k, x in w.items()})
@@ -148,7 +139,7 @@ def _linearity_cases(subject: Subject, function: TensorFunction, w: Cotangents) 
 
 
 def _why_not_proved(subject: Subject) -> str:
-    """Return the reason why there is no proof that the gradients are linear in the cotangents, or "" after a proof."""
+    """Return the reason why there is no proof that the gradients are linear, or "" after a proof."""
     positions, pull = list(subject.cotangents), subject.function.vjp(subject.cotangents)
 
     def gradients(*cotangents: Any) -> tuple[list[Any], None]:
@@ -165,11 +156,7 @@ def _why_not_proved(subject: Subject) -> str:
 
 
 def check_leaks(subject: Subject) -> Cases:
-    """Compare the gradients of a new trace with eager mode, and check that no tracer outlives this trace.
-
-    Earlier checks have traced the layer. Suppose that the layer stored a tracer of an earlier check outside of `ctx`.
-    The new trace may then read this old tracer, and raise an error or compute different gradients.
-    """
+    """Compare the gradients of a new trace, which would read a tracer that the layer stored in an earlier check."""
     function = subject.function
 
     def compute() -> dict[str, Any]:
@@ -200,12 +187,10 @@ def _without_leaks(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_false_alarm(compute: Callable[[], dict[str, Any]]) -> bool:
-    """Return whether JAX's report that `compute` leaks a tracer is a false alarm."""
     # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
     if "shard_map[" in str(jax.make_jaxpr(compute)()):
         return True
-    # JAX also reports a tracer that is alive when the trace ends, even if the tracer is deleted soon afterwards. An
-    # example is a tracer in an object that `forward` stores on `ctx`.
+    # JAX also reports a tracer that is deleted soon after its trace, such as one that `forward` stores on `ctx`.
     before = {*map(id, _living_tracers())}
     try:
         compute()
@@ -223,12 +208,10 @@ def _living_tracers() -> list[Any]:
 
 
 def check_jit(subject: Subject) -> Cases:
-    """Compare the outputs and gradients under `jax.jit` with eager mode."""
     return (yield from _transformed(subject, " of jit", jax.jit(subject.function.outputs)))
 
 
 def check_remat(subject: Subject) -> Cases:
-    """Compare the outputs and gradients under `jax.checkpoint` with eager mode."""
     return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint(subject.function.outputs)))
 
 
@@ -239,7 +222,7 @@ def _transformed(subject: Subject, label: str, outputs: _OutputsFunction) -> Cas
 
 
 def check_shard_map(subject: Subject) -> Cases:
-    """Check that the outputs and gradients under `jax.shard_map`, for replicated arguments, are those of eager mode."""
+    """Compare the outputs and gradients under `jax.shard_map`, for replicated arguments, with eager mode."""
     function, mesh = subject.function, None
     tensors, cotangents, count = function.tensors, subject.cotangents, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
@@ -247,8 +230,7 @@ def check_shard_map(subject: Subject) -> Cases:
         devices = jax.local_devices(backend=platform)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
-        # Move the arguments to the devices of the mesh. JAX raises an error for arguments that are committed to devices
-        # other than the devices of the mesh.
+        # JAX raises an error for arguments that are committed to devices other than those of the mesh.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
     def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
@@ -265,10 +247,7 @@ def check_shard_map(subject: Subject) -> Cases:
 def _results(
     function: TensorFunction, outputs: _OutputsFunction, values: list[Any], cotangents: Cotangents
 ) -> dict[str, Any]:
-    """Return the outputs and the gradients of a function under a transformation.
-
-    Compute the outputs in a run that JAX does not differentiate.
-    """
+    """Return the outputs, of a run that JAX does not differentiate, and the gradients."""
 
     def run(values: list[Any]) -> dict[int, Any]:
         returned = outputs(values)
@@ -306,7 +285,7 @@ def check_vmap(subject: Subject) -> Cases:
 
 
 def _choices_of_batch_axes(function: TensorFunction) -> dict[str, _BatchAxes]:
-    """Return choices of batch axes to check: a dict from a text for messages to the axis of each batched tensor."""
+    """Return the axes of the batched tensors in each choice, by a text for messages."""
     positions = function.differentiated_positions
     choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):
@@ -317,7 +296,7 @@ def _choices_of_batch_axes(function: TensorFunction) -> dict[str, _BatchAxes]:
 
 
 def _case_of_examples(subject: Subject, batch_axes: _BatchAxes, label: str, is_jitted: bool = True) -> Case:
-    """Return a case that compares the results for a batch of examples with the results for each example alone."""
+    """Compare the results for a batch of examples with the results for each example alone."""
     function, positions = subject.function, subject.function.differentiated_positions
     examples = [
         function.with_tensors([_example(x, i) if p in batch_axes else x for p, x in enumerate(function.tensors)])

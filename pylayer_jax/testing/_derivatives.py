@@ -1,13 +1,11 @@
 """Checks derivatives against a reference or numerical derivatives, and forward mode against reverse mode.
 
-Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h`. The step `h` is the cube root of the machine
-epsilon, for which rounding and truncation errors have similar sizes (Press et al., Numerical Recipes, 5.7). `f` is the
-sum of the outputs with random weights, so that errors at two outputs do not cancel. Gradients in float64 are compared
-with central differences, and gradients in the dtypes of the arguments are compared with the gradients in float64:
-
     backward in float32  =  backward in float64  =  central differences in float64
 
-For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)`.
+Central differences are `(f(x + h) - f(x - h)) / 2h`, where `h` is the cube root of the machine epsilon, for which
+rounding and truncation errors have similar sizes (Press et al., Numerical Recipes, 5.7), and `f` is the sum of the
+outputs with random weights, so that errors at two outputs do not cancel. For complex arguments the gradient is that of
+`jax.grad`: `dL/d(re) - i dL/d(im)`.
 """
 
 from __future__ import annotations
@@ -64,19 +62,13 @@ def check_second_order(subject: Subject) -> Cases:
 
 
 def check_outputs(subject: Subject) -> Cases:
-    """Compare the outputs with those of the reference."""
     return (yield from _also_at_other_values(subject, _compare_outputs_with_reference, with_gradients=False))
 
 
 def _also_at_other_values(
     subject: Subject, compare_with: Callable[[Subject], Cases], with_gradients: bool = True
 ) -> Cases:
-    """Yield the cases of `compare_with` at the user's values, at random values, and at much larger and smaller values.
-
-    The check tries several sets of random values, and uses the first set that the function accepts: its outputs are
-    finite at the same entries as at the user's values. Second derivatives are not checked at the larger and smaller
-    values, since these checks would take long.
-    """
+    """Compare at the user's values, at the first random values that the function accepts, and at `_FAR` multiples."""
     sentence = yield from compare_with(subject)
     is_first_order = subject.base is None
     accepted, refusal = {"": subject.root.function.values}, ""  # accepted: the values by description
@@ -88,14 +80,12 @@ def _also_at_other_values(
             yield from _labelled(cases, description)
             break
         refusal = refusal or why_refused
-    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore the check permits an
-    # error that is small relative to `result_sizes`. `result_sizes` contains the size of each result at the values that
-    # the user passed. If the size of a finite-difference step is relative to 1, the step may move the values out of the
-    # region in which the layer saturates. Therefore `least_size` is 0 at large values. With `least_size` = 0, the size
-    # of each finite-difference step is relative to the sizes of the values, not to 1. See "small scale" in
-    # tests/checkers/wrong_layers.py.
+    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore far values permit an
+    # error that is small relative to `result_sizes`, the sizes of the results at the user's values. At large values,
+    # `least_size` is 0, because a step relative to 1 may leave the region in which the layer saturates. See "small
+    # scale" in tests/checkers/wrong_layers.py.
     result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
-    for factor in _FAR if is_first_order else ():
+    for factor in _FAR if is_first_order else ():  # second derivatives would take long
         values = [scaled(factor, x) for x in subject.function.values]
         least_size = 1.0 if factor < 1 else 0.0
         far_options = dataclasses.replace(options, least_size=least_size, result_sizes=result_sizes)
@@ -113,11 +103,11 @@ def _also_at_other_values(
 def _cases_at(
     subject: Subject, values: Sequence[Any], options: Options, compare_with: Callable[[Subject], Cases]
 ) -> tuple[list[Case], str]:
-    """Return the test cases at `values`, and "". If the function refuses these values, return [] and the reason."""
+    """Return the cases at `values` and "", or [] and the reason why the function refuses these values."""
     try:
         other = subject.at(values, options)
-        # The outputs of the user's function alone decide. A gradient that is NaN where the outputs are finite is an
-        # error of the layer. See "log_softmax of exp" in tests/checkers/wrong_layers.py.
+        # The outputs of the user's function decide. A gradient that is NaN where they are finite is an error of the
+        # layer. See "log_softmax of exp" in tests/checkers/wrong_layers.py.
         masks, other_masks = map(_finite_masks, (subject.root.outputs, other.root.outputs))
         if len(other_masks) != len(masks) or not all(map(np.array_equal, other_masks, masks)):
             return [], "it has outputs that are not finite"
@@ -137,11 +127,10 @@ def _finite_masks(arrays: Sequence[Any]) -> list[np.ndarray]:
 
 # -- other values ---------------------------------------------------------------------------------
 
-# Users often check a layer at ones, at equal arguments, or at a symmetric matrix. With such arguments, even a wrong
-# `backward` of a product may return the right gradients. For example, `backward` may forget a transpose or swap two
-# gradients. The checks therefore multiply each entry by a different random number: [0.2, -0.9] may become [-0.16,
-# 0.74]. Positive values remain positive, sorted values remain sorted, and the first random values remain in [-1, 1] if
-# the user's values are in this range.
+# At ones, at equal arguments, or at a symmetric matrix, even a wrong `backward` of a product, which forgets a transpose
+# or swaps two gradients, may return the right gradients. Therefore each entry is multiplied by a different random
+# number: [0.2, -0.9] may become [-0.16, 0.74]. Positive values remain positive, sorted values remain sorted, and the
+# first random values remain in [-1, 1] if the user's values are in this range.
 
 # The range of the random factors, and whether signs may change. The largest changes come first.
 _RANDOM_FACTORS = {
@@ -150,19 +139,16 @@ _RANDOM_FACTORS = {
     "larger sizes": (1.0, 1.5, False),
     "smaller sizes": (0.5, 1.0, False),
 }
-# If the function fails at every set of values with random factors, the checks multiply all values by one common number
-# instead. For example, a positive definite matrix then stays positive definite. The factors in `_SCALES` are not round
-# numbers. At such an unusual multiple of its values, a layer rarely has a kink.
+# If the function fails at all of these, all values are multiplied by one number: a positive definite matrix stays so.
+# The numbers are not round, since a layer rarely has a kink at such a multiple.
 _SCALES = (0.7391, 1.1834)
-# Some layers clip values. Users often check such a layer at values that the layer does not clip. The random factors and
-# the factors in `_SCALES` are close to 1. Therefore these factors rarely make an unclipped value so large that the rule
-# clips it. Values that are 100 times larger reveal a rule that forgets to zero the gradient of clipped values. See
+# The factors above are close to 1, and rarely reveal a rule that forgets to zero the gradient of clipped values. See
 # "clipped values" in tests/checkers/wrong_layers.py.
 _FAR = (100.0, 0.01)
 
 
 def _random_values(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
-    """Yield pairs (description, values) with other values to check, such as ("larger sizes", [...])."""
+    """Yield descriptions and other values, such as ("larger sizes", [...])."""
     for description, (low, high, changes_signs) in _RANDOM_FACTORS.items():
         if not changes_signs or any(_may_change_sign(exact(x)) for x in values):
             yield description, [placed(x, _randomized(exact(x), low, high, changes_signs, rng)) for x in values]
@@ -171,7 +157,6 @@ def _random_values(values: Sequence[Any], rng: np.random.Generator) -> Iterator[
 
 
 def _may_change_sign(x: np.ndarray) -> bool:
-    """Return whether `x` is complex, has entries of both signs, or has only zeros."""
     return bool(np.iscomplexobj(x) or np.min(x, initial=0.0) < 0 < np.max(x, initial=0.0) or not np.any(x))
 
 
@@ -207,9 +192,8 @@ def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 # -- branches that no value takes -----------------------------------------------------------------
 
-# The primitives below select one of several branches for each entry: `jnp.where` applies select_n, `jnp.clip` applies
-# max and min. For each of them, this table has a function from the equation and its operands to a dict from branches to
-# masks: True for the entries that take the branch.
+# Primitives that select one of several branches for each entry (`jnp.where` applies select_n, `jnp.clip` max and min),
+# with a function from the equation and its operands to the mask of the entries that take each branch.
 #
 #     lambda x: jnp.maximum(x, 0)    x = [-1, 2]    {"its first operand": [F, T], "its second operand": [T, F]}
 _BRANCHES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -227,14 +211,10 @@ def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
 
 
 def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return the end of the text for the report, which lists the branches that no run with `accepted` values takes.
-
-    For example, the function returns "; branches that no value takes: max at layers.py:12 is never its first operand".
-    The function returns "" if it finds no branch that all values avoid. The checker also scales the cotangents by each
-    factor in `_FAR`, because `backward` may clip cotangents.
-    """
+    """Return "; branches that no value takes: max at layers.py:12 is never its first operand", or ""."""
     function, w = subject.function, subject.cotangents
     points = [(values, w) for values in accepted]
+    # `backward` may clip cotangents, so other sizes of these count too.
     points += [(accepted[0], {k: scaled(factor, x) for k, x in w.items()}) for factor in _FAR]
     leaves, tree = jax.tree.flatten(points[0])
 
@@ -282,12 +262,7 @@ class _Selection(NamedTuple):
 def _evaluate(
     jaxpr: Any, inputs: Sequence[_Value], within: tuple[Any, ...] = ()
 ) -> tuple[list[_Value], list[_Selection]]:
-    """Evaluate a jaxpr. Return the outputs of the jaxpr, and its equations that select between branches.
-
-    The list of equations leaves out an equation if constants alone determine the branch that the equation selects.
-
-    `within` lists the equations that hold this jaxpr, outermost first.
-    """
+    """Return the outputs of a jaxpr within the equations `within`, and its selections that depend on variables."""
     value_of: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     selections: list[_Selection] = []
 
@@ -308,7 +283,6 @@ def _evaluate(
 
 
 def _is_selection(equation: Any, operands: Sequence[_Value]) -> bool:
-    """Return whether an equation selects between branches by a value that is not constant."""
     name = equation.primitive.name
     if name in ("select_n", "cond"):  # the first operand selects
         return operands[0].is_variable
@@ -323,7 +297,6 @@ def _selection_of(equations: tuple[Any, ...], operands: Sequence[_Value]) -> _Se
 
 
 def _results_of(equation: Any, operands: Sequence[_Value], jaxpr: Any) -> list[_Value]:
-    """Evaluate one equation of a jaxpr."""
     known = {a: v.array for a, v in zip(equation.invars, operands, strict=True) if not is_literal(a)}
     arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
     is_variable = _depends_on_variables(equation, operands)
@@ -344,11 +317,7 @@ def _is_call(equation: Any) -> bool:
 
 
 def _is_guard(equation: Any) -> bool:
-    """Return whether an operation distinguishes infinities and NaN from numbers, as in `jnp.where(x == jnp.inf, 0, x)`.
-
-    The check ignores the branches that such an operation selects. Finite values never take a branch for infinities or
-    NaN.
-    """
+    """Return whether finite values never take a branch of the operation, as in `jnp.where(x == jnp.inf, 0, x)`."""
     name, operands = equation.primitive.name, equation.invars
     is_compared_with_itself = name in ("eq", "ne") and operands[0] is operands[1]
     has_infinity = any(is_literal(a) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in operands)
@@ -356,10 +325,7 @@ def _is_guard(equation: Any) -> bool:
 
 
 def _is_followed(equation: Any, result: Any) -> bool:
-    """Return whether the report includes a selection between branches that depends on this result alone."""
-    # Floats and bools count. An integer result does not count, because JAX itself compares each index with 0. The
-    # operand that selects the branch of a `cond` is also an integer. But the index of a `cond` counts if JAX converted
-    # it from a bool.
+    # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
@@ -381,7 +347,7 @@ def _compare_with_reference(subject: Subject) -> Cases:
 
 
 def _compare_outputs_with_reference(subject: Subject) -> Cases:
-    """Compare the tensors and the statics (objects that are not tensors) that the function and the reference return."""
+    """Compare the tensors and the statics (objects that are not tensors)."""
     assert subject.reference is not None
     got, statics = subject.function.run_with_statics()
     expected, expected_statics = subject.reference.run_with_statics()
@@ -416,7 +382,7 @@ def _compare_with_differences(subject: Subject) -> Cases:
     yield from wider.cases
     outputs, gradients = named_outputs(subject.outputs), subject.named_gradients
     if first_mismatch([subject.case("", outputs, _cast(named_outputs(wider.subject.outputs), outputs))]):
-        # The outputs in float64 differ by more than rounding errors, as for a function that draws random numbers.
+        # The outputs in float64 differ by more than rounding errors, as those of a function that draws random numbers.
         yield from _numerical_cases(subject)
         return sentence
     label = f" in {', '.join(dict.fromkeys(str(x.dtype) for x in subject.function.values))}"
@@ -425,7 +391,7 @@ def _compare_with_differences(subject: Subject) -> Cases:
 
 
 class _Wider(NamedTuple):
-    """A copy of the function under test whose values have a wider dtype, and the test cases of this copy."""
+    """A copy of the function under test whose values have a wider dtype, and its cases."""
 
     subject: Subject
     cases: list[Case]
@@ -433,10 +399,9 @@ class _Wider(NamedTuple):
 
 
 def _in_wider_dtype(subject: Subject) -> tuple[_Wider | None, Sequence[str]]:
-    """Return a copy of the function in float64, or else in float32, and the dtypes to which it casts float64 inside.
+    """Return a copy in float64, or else in float32, and the dtypes to which the function casts float64 inside.
 
-    The copy is None if the function casts to a narrower dtype, or raises an error. If it raises this error in the
-    original dtypes too, the caller gets the error there.
+    The copy is None if the function casts, or raises an error, which the caller gets in the original dtypes too.
     """
     cotangents, own_epsilon = subject.cotangents, subject.epsilon  # computed outside of enable_x64
     inner_dtypes: Sequence[str] = ()
@@ -472,11 +437,6 @@ SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an ar
 
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
-    """Yield cases that compare the gradients with central differences.
-
-    A central difference is the change of a weighted sum of the outputs between two points, divided by the distance
-    between the points. In this sum, the weight of each output entry is the cotangent of this entry.
-    """
     rtol = subject.epsilon ** (1 / 3)
     return directional_cases(
         subject, functools.partial(_difference, subject), subject.options.limit, "numerically", rtol
@@ -492,14 +452,12 @@ def _difference(subject: Subject, j: int, direction: np.ndarray) -> Slope:
 
 def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:
     """Return scales for a finite-difference step: numbers, or arrays with one number per entry of `value`."""
-    # A scale is left out if its finite-difference step would hardly differ from the step of another scale. The two
-    # factors of 0.1 decide this.
+    # The two factors of 0.1 leave out a scale whose step would hardly differ from another one.
     whole = largest(value)
     sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
     if options.step is None and whole:
-        # No rule gives the best step size of a finite difference. The best step size may be a fixed number, or
-        # proportional to the largest entry of the array, or, for each entry, proportional to this entry. Therefore try
-        # all three.
+        # The best step size may be a fixed number, or proportional to the largest entry, or to each entry. Try all
+        # three.
         own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
         sizes += [whole] if whole < 0.1 else []
         smallest = np.min(own, where=is_moved, initial=whole)
@@ -516,18 +474,17 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
         weight, lower, middle, upper = exact(w), exact(low[k]), exact(subject.outputs[k]), exact(high[k])
         change += float(np.sum(weight * (upper - lower)).real)
         rounding = 4 * subject.epsilon * np.abs(weight) * np.maximum(np.abs(upper), subject.output_term_sizes[k])
-        # Only entries that differ count. If no entry differs, rounding removed the change. The error is then the
-        # largest rounding error of a single entry.
+        # Only entries that differ count. If none does, rounding removed the change, and the error is the largest
+        # rounding error of an entry.
         error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
-        # At a kink of the function, the slope to the left of the point differs from the slope to the right. The error
-        # includes half of this difference.
+        # At a kink, the slopes to the left and to the right differ. The error includes half of this difference.
         error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
     length = float(np.linalg.norm(step))
     return Slope(change / length, error / length, step / length)
 
 
 def _sort_key(slope: Slope) -> tuple[float, float]:
-    """Return two sort keys: the relative error of a slope, which is at most 1 or infinite, and the absolute error."""
+    """Return the relative error of a slope, which is at most 1 or infinite, and the absolute error."""
     if not np.isfinite(slope.error):
         return np.inf, np.inf
     return slope.error / max(abs(slope.value), slope.error) if slope.error else 0.0, slope.error
@@ -536,12 +493,7 @@ def _sort_key(slope: Slope) -> tuple[float, float]:
 def directional_cases(
     subject: Subject, slope_along: SlopeFunction, limit: int, source: str, rtol: float | None = None
 ) -> Iterator[Case]:
-    """Yield cases that compare the gradient of each array, at up to `limit` entries, with slopes from `slope_along`.
-
-    For an array with more than `limit` entries, a second case compares the slope along a random direction.
-
-    `rtol` is the default of the relative tolerance; None means the square root of the machine epsilon.
-    """
+    """Compare up to `limit` entries of each gradient, and a random direction if there are more, with slopes."""
     rng = subject.random(9)
     default = subject.epsilon**0.5 if rtol is None else rtol
     relative = default if subject.options.rtol is None else subject.options.rtol
@@ -553,7 +505,7 @@ def directional_cases(
     def case_along(label: str, j: int, entries: np.ndarray, direction: np.ndarray, noise: float) -> Case:
         slope = slope_along(j, direction / np.linalg.norm(direction))
         terms = np.real(entries * slope.direction)[slope.direction != 0]
-        # When the terms are added up, the terms may cancel, but the errors of the terms do not cancel.
+        # The terms may cancel, but their errors do not.
         error_of_terms = relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * terms.size**0.5
         return case(label, np.sum(terms), slope.value, slope.error + error_of_terms)
 
@@ -605,7 +557,7 @@ def _worst_entry(case_along: Callable[[np.ndarray], Case], direction: np.ndarray
 # -- forward mode ---------------------------------------------------------------------------------
 
 # Let J be the Jacobian of the outputs. Reverse mode computes J^T w for cotangents w, and forward mode computes J t for
-# tangents t. If both modes are right, these two numbers are equal for any w and t (their real parts, if complex):
+# tangents t. For any w and t, these two numbers are equal (their real parts, if complex):
 #
 #     w . (J t)  =  (J^T w) . t
 #
@@ -613,7 +565,7 @@ def _worst_entry(case_along: Callable[[np.ndarray], Case], direction: np.ndarray
 
 
 def check_forward_mode(subject: Subject) -> Cases:
-    """Compare `jax.jvp` with reverse-mode gradients, for each argument alone, under `jax.jit` and under `jax.vmap`."""
+    """Compare `jax.jvp` with the gradients, for each argument alone, under `jax.jit` and under `jax.vmap`."""
     if reason := _why_not_defined(subject):
         return reason
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
@@ -643,11 +595,9 @@ def _why_not_defined(subject: Subject) -> str:
     except NoForwardModeError as error:
         return f"not defined ({error.way_out})"
     except (TypeError, RuntimeError) as error:
-        # For two known reasons, `jax.jvp` cannot differentiate the gradients of a layer: `backward` is not linear in
-        # the cotangents, or `backward` has no derivative.
+        # The two known reasons: `backward` is not linear in the cotangents, or has no derivative.
         is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))
-        # For a `jax.custom_vjp` function, JAX raises a TypeError. Only the message of this TypeError distinguishes it
-        # from other TypeErrors.
+        # Only the message distinguishes JAX's TypeError for a `jax.custom_vjp` function from others.
         if not is_known and "autodiff (jvp) to a custom_vjp" not in str(error):
             raise
         return f"not defined: {first_line(error).split('. ')[0]}"
@@ -655,7 +605,6 @@ def _why_not_defined(subject: Subject) -> str:
 
 
 def _jvp(subject: Subject, function: TensorFunction, tangents: Sequence[Any]) -> list[Any]:
-    """Return J t, where J is the Jacobian of `function` at the arguments and t is `tangents`."""
     outputs = function.selected(subject.cotangents)
     return list(jax.jvp(outputs, tuple(function.values), tuple(tangents))[1].values())
 
@@ -670,11 +619,7 @@ def _zeros_but(subject: Subject, j: int, tangent: Any) -> tuple[Any, ...]:
 def _forward_cases(
     subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, how: str, weights: Sequence[Any] = ()
 ) -> Iterator[Case]:
-    """Yield cases that compare each gradient with a derivative by forward mode.
-
-    For cotangents w and a tangent t, the expected derivative is w . (J t), where J is the Jacobian of the function
-    under test. The function `jvp` gets the position of an array and its tangent t, and returns J t.
-    """
+    """Compare each gradient with w . (J t), where `jvp` maps the position of an array and its tangent t to J t."""
     weights = weights or list(subject.cotangents.values())
 
     def slope_along(j: int, direction: np.ndarray) -> Slope:
@@ -687,18 +632,13 @@ def _forward_cases(
 
 
 def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield cases that compare up to `limit` entries of each gradient with forward mode under `jax.jit`."""
     function, limit = subject.function, subject.options.limit
     jitted = jax.jit(lambda values, tangents: _jvp(subject, function.with_values(values), tangents))
     return _forward_cases(subject, lambda j, t: jitted(function.values, _zeros_but(subject, j, t)), limit, how)
 
 
 def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield cases that compare gradients with forward mode under `jax.vmap`, along random directions.
-
-    Each case differentiates a batch of two examples, and compares the derivative of the first example with the
-    gradient.
-    """
+    """Compare the gradients with the first of two examples in forward mode, along random directions."""
     outputs = jax.vmap(subject.function.selected(subject.cotangents))
     batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents))
 
@@ -711,11 +651,7 @@ def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
 
 
 def _over_forward(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield cases with second derivatives along random directions, by forward over forward.
-
-    Let w be cotangents of the outputs, and u be cotangents of the gradient J^T w. Reverse over reverse differentiates
-    the number (J^T w) . u. Forward over forward differentiates w . (J u). This number equals (J^T w) . u.
-    """
+    """Compare the derivatives of (J^T w) . u with those of the same number w . (J u), along random directions."""
     second, count = subject.derivative, len(subject.function.values)
     u = list(second.cotangents.values())
 

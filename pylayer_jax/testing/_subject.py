@@ -1,7 +1,5 @@
 """Defines `Subject` (a function under test, with its results in eager mode) and `compare`, which checks other results.
 
-`TensorFunction` turns a function and its arguments into a function of the tensors in these arguments:
-
     f = tensor_function("gradcheck", Linear, ({"w": w, "b": b}, x, "relu"))
     f.values                      # [b, w, x]: the differentiated tensors
     f.value_names                 # ["args[0]['b']", "args[0]['w']", "args[1]"]
@@ -10,11 +8,10 @@
     f.named_gradients({0: dy})    # {"the gradient of args[0]['b']": ..., ...}
     f.gradient_function({0: dy})  # the function from the values and dy to the gradients
 
-`Subject(f, reference, Options())` has the outputs, random cotangents, gradients and tolerance of `f`. `compare`
-compares a `Case`, which holds the results of one way to run the function, with the expected results:
-
     compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
     # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
+
+`Subject(f, reference, Options())` has the outputs, random cotangents, gradients and tolerance of `f`.
 """
 
 from __future__ import annotations
@@ -37,21 +34,15 @@ from pylayer_jax._trees import split
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-# A dict from the position of an output to its cotangent. An output that is not in the dict has no cotangent.
+# From the position of an output to its cotangent. Other outputs have no cotangent.
 Cotangents = dict[int, Any]
 
 
 class TensorFunction:
-    """A function and its arguments, regarded as a function of the tensors in these arguments.
-
-    JAX differentiates with respect to the floating-point and complex tensors, which are called `values`.
-    """
+    """A function and its arguments, as a function of `values`: the float and complex tensors in these arguments."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take a function, and a dict from the name of each argument to the argument.
-
-        The function takes its arguments by position, in this order.
-        """
+        """Take a function, and by name the arguments that it takes by position, in this order."""
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
@@ -61,16 +52,13 @@ class TensorFunction:
 
     @property
     def value_names(self) -> list[str]:
-        """The names of `values`, as in "args[0]['w']"."""
         return [self.paths[i] for i in self.differentiated_positions]
 
     @property
     def values(self) -> list[Any]:
-        """The tensors with respect to which JAX differentiates."""
         return [self.tensors[i] for i in self.differentiated_positions]
 
     def with_values(self, values: Sequence[Any]) -> TensorFunction:
-        """Return a copy of this function in which `values` replace the differentiated tensors."""
         tensors = dict(enumerate(self.tensors)) | dict(zip(self.differentiated_positions, values, strict=True))
         return self.with_tensors(list(tensors.values()))
 
@@ -80,22 +68,20 @@ class TensorFunction:
         return other
 
     def only(self, j: int) -> TensorFunction:
-        """Return a copy of this function that JAX differentiates with respect to value number `j` only."""
+        """Return a copy of which only value number `j` is differentiated."""
         other = copy.copy(self)
         other.differentiated_positions = [self.differentiated_positions[j]]
         return other
 
     def run(self) -> list[Any]:
-        """Run the function, and return its tensor outputs."""
         return self.run_with_statics()[0]
 
     def run_with_statics(self) -> tuple[list[Any], list[Any]]:
-        """Run the function, and return its tensor outputs and its statics (outputs that are not tensors)."""
+        """Return the tensor outputs, and the statics (outputs that are not tensors)."""
         tensors, skeleton = split(self.function(*self.skeleton.fill(self.tensors)))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
-        """Return the tensor outputs of the function for other values of the differentiated tensors."""
         return self.with_values(values).run()
 
     def inner_dtypes(self) -> list[str]:
@@ -107,12 +93,7 @@ class TensorFunction:
         return list(dict.fromkeys(_narrowing_casts(jaxpr)))
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
-        """Run the function under `jax.vjp`.
-
-        Return a list of all outputs, and a list of the positions of the outputs that JAX differentiates.
-
-        Integer outputs, and outputs that are marked as not differentiable, have no gradient.
-        """
+        """Return the outputs of a run under `jax.vjp`, and the positions of those that have a gradient."""
 
         def run(values: list[Any]) -> tuple[list[Any], tuple[list[Any], list[int]]]:
             outputs = self.outputs(values)
@@ -121,7 +102,6 @@ class TensorFunction:
         return jax.vjp(run, self.values, has_aux=True)[2]
 
     def changeable_types(self) -> list[type]:
-        """Return the types among float, int, bool and jax.Array for which `run_changed` changes an argument."""
         arguments = [*self.tensors, *self.skeleton.statics()]
         return [kind for kind in _CHANGES if any(_changed(kind, x) is not x for x in arguments)]
 
@@ -131,10 +111,7 @@ class TensorFunction:
         self.function(*self.skeleton.fill(list(map(change, self.tensors)), change))
 
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
-        """Return a function that takes the differentiated tensors as positional arguments.
-
-        This function returns a dict from each index in `positions` to the output with this index.
-        """
+        """Return the function from the values to a dict of the outputs at `positions`."""
 
         def run(*values: Any) -> dict[int, Any]:
             returned = self.outputs(values)
@@ -143,31 +120,19 @@ class TensorFunction:
         return run
 
     def vjp(self, outputs: Collection[int]) -> Callable[[Cotangents], Any]:
-        """Return the vjp function of the outputs at the positions `outputs`.
-
-        The vjp function takes a dict with one cotangent per position, and returns one gradient per differentiated
-        value.
-        """
         return jax.vjp(self.selected(outputs), *self.values)[1]
 
     def gradients(self, cotangents: Cotangents) -> list[Any]:
-        """Return one gradient per value."""
         return list(self.vjp(cotangents)(cotangents))
 
     def named_gradients(self, cotangents: Cotangents) -> dict[str, Any]:
-        """Return a dict of the gradients, whose keys are names such as "the gradient of args[0]"."""
         return self.with_names(self.gradients(cotangents))
 
     def with_names(self, gradients: Sequence[Any]) -> dict[str, Any]:
-        """Return a dict of gradients, whose keys are the names in messages: "the gradient of args[0]"."""
         return {f"the gradient of {name}": g for name, g in zip(self.value_names, gradients, strict=True)}
 
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
-        """Return the function that maps the values and the cotangents to the gradients.
-
-        If `order` is 1, the gradients are those of the user's function. If `order` is 2, the gradients are those of the
-        gradients of the user's function.
-        """
+        """Return the function from the values and the cotangents to the gradients, which are of order `order`."""
 
         def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
             return self.with_values(values).gradients(cotangents)
@@ -178,8 +143,8 @@ class TensorFunction:
 
 
 def _narrowing_casts(jaxpr: Any) -> Iterator[str]:
-    # A cast of what forward only saves does not count, nor a cast to fewer than 16 bits, which is a decision of a layer
-    # that quantizes: the tolerance of float8 would be 0.35.
+    # Casts of what forward only saves do not count, nor do casts to fewer than 16 bits, which a layer makes to
+    # quantize: the tolerance of float8 would be 0.35.
     for equation in equations_to(jaxpr, jaxpr.invars, jaxpr.outvars)[0]:
         for inner in inner_jaxprs(equation.params):
             yield from _narrowing_casts(inner)
@@ -199,7 +164,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 
 
 def _changed(kind: type, x: Any) -> Any:
-    """Return a changed `x` if `x` has the type `kind`, and `x` itself otherwise. A scalar array stays unchanged."""
+    """Return `x`, changed if it has the type `kind`. A scalar array stays unchanged."""
     applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
     return _CHANGES[kind](x) if applies else x
 
@@ -207,11 +172,7 @@ def _changed(kind: type, x: Any) -> Any:
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return `function` and its arguments as a `TensorFunction`; `checker` is the name of the public function.
-
-    Raises:
-        TypeError, ValueError: if the arguments cannot be checked.
-    """
+    """Return `function` and its arguments as a `TensorFunction`; `checker` is the public function, for messages."""
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
@@ -250,10 +211,7 @@ def name_of(function: Any) -> str:
 
 
 def placed(like: Any, numbers: Any) -> Any:
-    """Return an array of `numbers` with the dtype of `like`.
-
-    If `like` is on several devices, the array has the sharding of `like`.
-    """
+    """Return `numbers` with the dtype of `like`, and with its sharding if it is on several devices."""
     x = jnp.asarray(np.asarray(numbers), like.dtype)
     return jax.device_put(x, like.sharding) if len(like.sharding.device_set) > 1 else x
 
@@ -281,28 +239,21 @@ def scaled(factor: float, x: Any) -> Any:
 
 # -- comparison of arrays -------------------------------------------------------------------------
 
-# The default tolerances depend on the machine epsilon of the dtype, on the size of the expected array, and on the
-# *noise* of this array: how far rounding errors may move its entries. The size of an array does not bound its rounding
-# errors, because large terms may cancel in a sum. A fixed tolerance would hide every error of a layer whose values are
-# small. Therefore `Subject.tolerance` measures the noise. It runs the function again with arguments whose last digits
-# differ, and measures how far each result moves.
+# The default tolerances depend on the machine epsilon, on the size of the expected array, and on its *noise*: how far
+# rounding errors may move its entries. The size alone does not bound these, because large terms may cancel in a sum,
+# and a fixed tolerance would hide every error of a layer whose values are small. Therefore `Subject.tolerance` measures
+# how far each result moves if the last digits of the arguments change.
 
 Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
 
 
 class MismatchError(AssertionError):
-    """An error about arrays that differ. Only the checkers of this package raise a `MismatchError`.
-
-    Therefore a checker can distinguish a `MismatchError` from an AssertionError that the user's code raises.
-    """
+    """An AssertionError about arrays that differ, which only the checkers of this package raise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The largest difference that is allowed between arrays and expected arrays.
-
-    None means a default that fits the dtype.
-    """
+    """The largest allowed difference from expected arrays; None is a default that fits the dtype."""
 
     rtol: float | None = None
     atol: float | None = None
@@ -310,7 +261,6 @@ class Tolerance:
     noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # for each array, one number or one per entry
 
     def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
-        """Return the tolerance of each entry of the array that is called `name`."""
         epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
         atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
@@ -330,12 +280,7 @@ class Case:
 
 @np.errstate(all="ignore")
 def compare(case: Case) -> None:
-    """Compare the arrays of a case with the expected arrays.
-
-    Raises:
-        MismatchError: about the first array that differs. The message names the entry with the largest error beyond
-            its tolerance.
-    """
+    """Raise a MismatchError about the first array that differs, at its entry with the largest excess error."""
     for name, got in case.got.items():
         expected, label = case.expected[name], f"{name}{case.label}"
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -361,7 +306,6 @@ def compare(case: Case) -> None:
 
 
 def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
-    """Return the error about the first case that differs, or None if none does."""
     for case in cases:
         try:
             compare(case)
@@ -377,7 +321,7 @@ def _about_tolerance(allowed: float) -> str:
 
 
 def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
-    """Return a sentence if all entries are wrong by one factor, such as the number of devices; otherwise ""."""
+    """Return a sentence if all entries are wrong by one factor, such as the number of devices, or else ""."""
     size = float(np.sum(np.abs(expected) ** 2))
     if not (size and np.isfinite(size) and np.all(np.isfinite(got)) and np.count_nonzero(expected) > 1):
         return ""
@@ -392,7 +336,7 @@ def type_of(x: Any) -> str:
 
 
 def exact(x: Any) -> np.ndarray:
-    """Return `x` as a NumPy array in double precision; PRNG keys are replaced by their key data."""
+    """Return `x`, or its key data, as a NumPy array in double precision."""
     if is_key(x):
         x = jax.random.key_data(x)
     x = np.asarray(x)
@@ -400,7 +344,7 @@ def exact(x: Any) -> np.ndarray:
 
 
 def largest(x: Any) -> float:
-    """Return the largest absolute value among the finite entries of `x`; 0 if there are none."""
+    """Return the largest absolute value among the finite entries, or 0."""
     x = exact(x)
     return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
@@ -418,11 +362,7 @@ Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `gradcheck` and `check_layer`.
-
-    The checks at 100 and 0.01 times the user's values set the options `least_size` and `result_sizes`: see
-    `_also_at_other_values` in `_derivatives.py`. Elsewhere these two have their defaults.
-    """
+    """The options of a checker; only `_also_at_other_values` sets `least_size` and `result_sizes`."""
 
     rtol: float | None = None
     atol: float | None = None
@@ -431,22 +371,16 @@ class Options:
     seed: int = 0
     float64: bool = True
     least_size: float = 1.0  # the first step tried for a smaller entry is that of an entry of this size
-    # This dict maps the name of each result to the largest absolute value in the result for the user's arguments.
+    # For each result by name, the largest absolute value for the user's arguments.
     result_sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 class Subject:
-    """A function under test, with its results in eager mode, and an optional reference that defines the right results.
+    """A function under test, its results in eager mode when they are first read, and an optional reference.
 
-    The property `derivative` is another `Subject`. The function of `derivative` maps the values and the cotangents of
-    this subject to the gradients of this subject's function. This subject is the `base` of `derivative`, and the
-    subject of the user's function has no base:
-
-        first = Subject(f, None, Options())
-        second = first.derivative               # its gradients are the second derivatives of f
-        second.base is first, second.root is first, second.order == 2
-
-    Results are computed when they are first read.
+    first = Subject(f, None, Options())
+    second = first.derivative               # its gradients are the second derivatives of f
+    second.base is first, second.root is first, second.order == 2
     """
 
     def __init__(
@@ -470,11 +404,10 @@ class Subject:
 
     @property
     def root(self) -> Subject:
-        """The `Subject` for the user's function itself, not for a derivative of it."""
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return a `Subject` for the same function or derivative, in which the user's tensors have other values."""
+        """Return the same `Subject` for other values of the user's tensors."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -486,11 +419,7 @@ class Subject:
 
     @functools.cached_property
     def cotangents(self) -> Cotangents:
-        """Make a random cotangent for each output that has a gradient.
-
-        If the user gave a reference function, make a cotangent for every output with a floating-point or complex dtype.
-        Do the same if the function under test itself computes gradients.
-        """
+        """A random cotangent for each output with a gradient: each float output, if there is a reference or a base."""
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
         if self.base is None and self.reference is None and cotangents:
@@ -512,7 +441,6 @@ class Subject:
 
     @property
     def results(self) -> dict[str, Any]:
-        """A dict from names to the outputs and the gradients."""
         return {**named_outputs(self.outputs), **self.named_gradients}
 
     @functools.cached_property
@@ -524,17 +452,13 @@ class Subject:
 
     @property
     def output_term_sizes(self) -> list[float]:
-        """For each output, an estimate of the size of the terms that the function adds up to compute it; 0 if unknown.
-
-        Large terms may cancel: then the output is small, but its rounding error is not.
-        """
+        # The size of the terms whose sum is an output, or 0 if unknown. If large terms cancel, a small output has a
+        # large rounding error.
         return [0.0] * len(self.outputs) if self.base is None else self.base.gradient_term_sizes
 
     @functools.cached_property
     def gradient_term_sizes(self) -> list[float]:
-        """For the gradient of each value, an estimate of the size of the terms that add up to this gradient."""
-        # In y = a * x with the cotangent w, the gradient of x is w * a = w * y / x. So this function divides an
-        # estimate of the size of w * y by the size of x.
+        # An estimate: in y = a * x with the cotangent w, the gradient of x is w * a = w * y / x.
         sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.output_term_sizes, strict=True)]
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
@@ -548,7 +472,7 @@ class Subject:
         return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
 
     def _results_of_rounded_values(self) -> dict[str, Any]:
-        """Return the results for values that differ in their last digits, or {} if the function raises an error."""
+        """Return the results for values that differ in their last digits, or {} if there is an error."""
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.function.values]
         values = [placed(x, exact(x) * (1 + step)) for x, step in zip(self.function.values, steps, strict=True)]
@@ -559,30 +483,21 @@ class Subject:
             return {}
 
     def _noise(self, name: str, x: Any, rounded: Any, term_size: float) -> float:
-        """Return how far rounding errors may move an entry of the result `x`.
-
-        `rounded` is the same result, computed from input values that differ in their last digits. If the function
-        raises an error for these input values, `rounded` is None.
-        """
+        """Return how far rounding errors may move an entry of `x`; `rounded` is `x` for slightly other values."""
         if not has_tangent(x):
             return 0.0
         change = 0.0 if rounded is None else largest(exact(x) - exact(rounded))
         noise = 4 * max(change, self.epsilon * term_size)
-        # The noise is limited, because rounding errors are much smaller than 1 unless the array has large values.
+        # Rounding errors are much smaller than 1 unless the array has large values.
         most = self.epsilon**0.5 * max(largest(x), 1.0)
-        # When the checker scales the user's values, it also permits an error that is small relative to the results at
-        # the unscaled values. Elsewhere, `result_sizes` is empty.
+        # At scaled values, an error may also be small relative to the results at the user's values.
         return max(min(noise, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
-        """Return a `Case`, which compares `got` with `expected` within the tolerance of the function under test.
-
-        If `expected` is None, the expected results are those of eager mode.
-        """
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a generator of random numbers. Generators of different streams are independent."""
+        """Return a generator of random numbers, independent of those of other streams."""
         return np.random.default_rng((self.options.seed, stream))
 
 
@@ -595,14 +510,8 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 
 
 def run_check(cases: Cases) -> tuple[str, int]:
-    """Run one check: for each of its cases, compare the computed arrays with the expected arrays.
-
-    Return the text for the report, and the number of cases.
-
-    Raises:
-        MismatchError: about the first case that differs.
-    """
-    # JAX logs each exception of a callback with its traceback, and also raises it. Only the raised exception is needed.
+    """Compare each case of a check, and return the sentence for the report, and the number of cases."""
+    # JAX logs each exception of a callback with its traceback, and also raises it.
     logger = logging.getLogger(jax.pure_callback.__module__)
     has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
     logger.addFilter(has_no_exception)
