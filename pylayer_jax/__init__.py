@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the submodule `testing` when code first reads this attribute of the package."""
+    """Import the submodule `testing` when it is first read."""
     if name == "testing":
         return importlib.import_module(".testing", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,4 @@
-"""The arguments of one call of `forward`, in the order of its parameters.
-
-The arguments are split into tensors and statics. The tensors include each `jax.Ref`. A static is any other leaf.
-"""
+"""The arguments of one call of `forward`, split into tensors (`jax.Ref`s too) and statics (all other leaves)."""
 
 from __future__ import annotations
 
@@ -30,16 +27,13 @@ class Argument:
 
 
 class Arguments:
-    """The arguments of one layer call, without the tensors in them.
-
-    The arguments are in the order of the parameters of `forward`.
+    """The arguments of one layer call, in the order of the parameters of `forward`, without the tensors in them.
 
         arguments, tensors = Arguments.of("Linear", [("x", x), ("params", {"w": w, "b": b})], n_positional=2)
         arguments.names()   # ['x', 'params']
         len(tensors)        # 3
 
-    JAX may cache a treedef, and an instance is part of a treedef. Therefore an instance holds no array. A `jax.Ref`
-    counts as a tensor.
+    An instance holds no array: it is part of a treedef, which JAX may cache.
     """
 
     __slots__ = ("arguments", "has_refs", "is_plain", "layer", "n_positional", "ref_mask", "types")
@@ -51,8 +45,7 @@ class Arguments:
         self.arguments = arguments
         self.types = tensor_types
         self.n_positional = n_positional  # how many arguments the layer's methods get by position
-        # `is_plain` is True in nearly every call. `is_plain` is True if each argument is a single tensor, and the
-        # methods of the layer get each argument by position.
+        # True in nearly every call: each argument is one tensor, which the layer's methods get by position.
         is_positional = n_positional == len(arguments)
         self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
         self.ref_mask = ref_mask  # one bool per tensor: whether the tensor is a Ref; empty if there is no Ref
@@ -60,7 +53,6 @@ class Arguments:
 
     @staticmethod
     def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
-        """Return the `Arguments` of a call, and the tensors of the call as JAX arrays."""
         arguments: list[Argument] = []
         tensors: list[Any] = []
         has_ref = False
@@ -87,24 +79,16 @@ class Arguments:
         return [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
 
     def ref_names(self) -> list[str]:
-        """Return the path of each Ref among the arguments."""
         return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=False) if is_one]
 
     def slots(self) -> list[Argument]:
-        """Return the *slots*: the arguments that hold at least one tensor that is no Ref.
-
-        `backward` returns one gradient per slot.
-        """
+        """Return the arguments that hold a tensor other than a Ref: `backward` returns a gradient for each."""
         if not self.has_refs:
             return [a for a in self.arguments if a.skeleton.size]
         return [a for a in self.arguments if not all(self.ref_mask[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-        """Call `function(ctx, ...)` on the arguments of this call; `method` is the name that error messages show.
-
-        Raises:
-            ValueError: if `function` changed a list, dict or other container among its arguments in place.
-        """
+        """Call `function(ctx, ...)` on the arguments of this call. Error messages show the name `method`."""
         __tracebackhide__ = True
         if self.is_plain:
             return function(ctx, *tensors)
@@ -135,21 +119,17 @@ class Arguments:
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Return one bool per argument: whether `mask` (one bool per tensor) is True for any tensor of the argument."""
+        """Turn one bool per tensor into one per argument."""
         return tuple([any(mask[a.span]) for a in self.arguments])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
-        """Return `mask` with False for every tensor that cannot have a gradient: integers, bools, PRNG keys, Refs."""
+        """Return `mask` with False for integers, bools, PRNG keys and Refs, which have no gradient."""
         found = [m and has_tangent(t) for m, t in zip(mask, self.types, strict=True)]
         return [m and not r for m, r in zip(found, self.ref_mask, strict=True)] if self.has_refs else found
 
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Bind `args` and `kwargs` to the signature of `forward(ctx, ...)`.
-
-    Raises:
-        TypeError: for an unknown keyword, a missing argument or a surplus argument.
-    """
+    """Bind the arguments of `apply` to the signature of `forward(ctx, ...)`."""
     declared = _declared(layer)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
         return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
@@ -185,7 +165,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
 
 
 def call_of_apply(layer: Any) -> str:
-    """Return the text by which error messages show the call of a layer, e.g. `Tanh.apply(x)`."""
+    """Return the call of a layer as error messages show it, e.g. `Tanh.apply(x)`."""
     parameters = list(_declared(layer).signature.parameters.values())
     shown = [str(p.replace(annotation=p.empty)) for i, p in enumerate(parameters) if i or p.kind is p.VAR_POSITIONAL]
     return f"{layer.__qualname__}.apply({', '.join(shown)})"
@@ -195,16 +175,12 @@ def call_of_apply(layer: Any) -> str:
 
 
 def _has_context(signature: inspect.Signature) -> bool:
-    """Return whether the signature has a separate parameter for the context."""
     first = next(iter(signature.parameters.values()), None)
     return first is not None and first.kind is not first.VAR_POSITIONAL
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function` itself, not that of a wrapped function: a decorator may drop parameters.
-
-    If `function` takes `*args` or `**kwargs`, return the signature of the wrapped function.
-    """
+    """Return the signature of `function`, whose decorator may drop parameters of the function that it wraps."""
     own = inspect.signature(function, follow_wrapped=False)
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is None or not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values()):
@@ -213,16 +189,15 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
-    """The signature of a `forward` method, which is read once and cached for all calls."""
+    """The signature of a `forward` method, cached for all calls."""
 
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     required: int  # how many of these parameters a call without keywords has to pass
 
 
-# `_known` caches the signatures of `forward` methods. The outer key is `forward` itself, or the `__func__` of `forward`
-# if `forward` is a bound method. The inner key says whether `forward` is a bound method. A signature does not keep
-# `function` alive.
+# The outer key is `forward`, or its `__func__` if it is a bound method; the inner key says whether it is bound. A
+# signature does not keep the function alive.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 

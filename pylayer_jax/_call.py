@@ -25,16 +25,16 @@ from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
-# This flag is True while a `backward` runs that JAX may transpose, or differentiate in forward mode. `jax.custom_vjp`
-# supports neither transposition nor forward mode. Therefore a layer does not use `jax.custom_vjp` if such a `backward`
-# applies the layer. A jitted function may apply a layer. Therefore `in_backward` is part of the cache key of `jax.jit`.
+# True while a `backward` runs that JAX may transpose, or differentiate in forward mode. `jax.custom_vjp` supports
+# neither, so layers in this `backward` do not use it. A jitted function may apply a layer, so the flag is part of the
+# cache key of `jax.jit`.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
 
 
 class ForwardResult(NamedTuple):
-    """The result of running `forward`: the `SavedContext`, the output arrays and the residual arrays."""
+    """The result of a run of `forward`."""
 
     kept: SavedContext
     outputs: list[Any]
@@ -49,10 +49,9 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without their tensors, and the hooks that pack saved tensors.
+    """One call of a layer: the class, the arguments without their tensors, and the block of hooks around the call.
 
-    A *block* is the code in a user's `with saved_tensors_hooks(pack, unpack)` statement. In a block, `pack` replaces
-    each saved tensor, and `unpack` restores the tensor when `backward` reads it.
+    A *block* is the code in a user's `with saved_tensors_hooks(pack, unpack)` statement.
     """
 
     __slots__ = ("arguments", "block", "layer", "name", "outputs")
@@ -61,40 +60,35 @@ class LayerCall:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # The `LayerBlock` around the call, or None if the call is in no block of hooks. The call stores the
-        # `LayerBlock`, because JAX may run a fwd rule after the block has ended.
+        # The `LayerBlock` around the call, or None. It is stored, because JAX may run a fwd rule after the block has
+        # ended.
         self.block: Any = None
-        # The structure of the outputs of the last run of `forward`. For a batch in eager mode, this is the structure of
-        # the outputs of the last run of `vmap`. The custom_vjp function of a layer returns only arrays. Therefore the
-        # `LayerCall` stores the structure of the outputs.
+        # The structure of the outputs of the last run of `forward` (for a batch in eager mode, of `vmap`): a custom_vjp
+        # function returns only arrays.
         self.outputs: Outputs | None = None
 
     @property
     def source(self) -> str:
-        """The name of the class, and the source line of its `forward`.
-
-        JAX's errors show this text as the name of the staged code.
-        """
+        """The name that JAX's errors give to the staged code."""
         return source_of(self.name, self.layer.forward)
 
     def in_containers(self, values: Sequence[Any]) -> Any:
-        """Return the output arrays in the containers in which `forward` returned them."""
         assert self.outputs is not None
         return self.outputs.skeleton.fill(values)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that names a method's operations in profiles and HLO, e.g. `Tanh/forward`."""
+        """Name a method's operations in profiles and HLO, e.g. `Tanh/forward`."""
         # In eager mode, JAX compiles each operation separately and ignores name scopes.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
     def residual_names(self, kept: SavedContext, n_residuals: int) -> list[str]:
-        """Return the name of each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
+        """Name each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
         given = () if self.layer.host is True else given  # JAX keeps the inputs, whatever `forward` saves
         return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
 
     def checkpoint_name_of(self, index: int) -> str | None:
-        """Return the name that `saved_names` gives to a saved value for the policies of `jax.checkpoint`, or None."""
+        """Return the name of a saved value for the policies of `jax.checkpoint`, or None."""
         given = self.layer.saved_names
         if given is True:
             return f"{self.layer.__name__}.saved[{index}]"
@@ -105,10 +99,7 @@ class LayerCall:
     def run_forward(
         self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
     ) -> ForwardResult:
-        """Run the `forward` of the class, or the argument `forward` if it is given, and collect the residuals.
-
-        `needs` has one bool per tensor; `ctx.needs_input_grad` is made from `needs` and has one bool per argument.
-        """
+        """Run `forward`, by default that of the class, and collect the residuals. `needs` has one bool per tensor."""
         __tracebackhide__ = True
         ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
         run = ForwardResult(*keep(ctx, result, self.layer))
@@ -116,10 +107,7 @@ class LayerCall:
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
-        """Run `forward` in a call that JAX neither differentiates nor stages.
-
-        Return the outputs in the containers (such as a tuple or a dict) that `forward` returned.
-        """
+        """Run `forward` for a call that JAX neither differentiates nor stages."""
         __tracebackhide__ = True
         ctx, result = self._call_forward(self.layer._forward_with_ctx(), tensors, [False] * len(tensors), False)
         if is_array(result) and not ctx._state.must_return:  # the usual case
@@ -128,11 +116,7 @@ class LayerCall:
         return kept.outputs.skeleton.fill(outputs)
 
     def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
-        """Run `forward` on concrete values; `forward` must not close over a value that is being differentiated.
-
-        Raises:
-            UnexpectedTracerError: if an output or a residual depends on a closed-over value that is differentiated.
-        """
+        """Run `forward` on concrete values. It must not close over a value that is being differentiated."""
         __tracebackhide__ = True
         # If the caller passed one array twice, copy it, so that `id()` distinguishes the arguments.
         originals: dict[int, Any] = {}
@@ -166,7 +150,6 @@ class LayerCall:
             state.in_forward = False
 
     def closed_over_error(self, method: str = "forward") -> Exception:
-        """Return the error for a method that closes over a value that JAX differentiates."""
         own = {name: tensors_in(value) for name, value in closed_over(getattr(self.layer, method)).items()}
         traced = [name for name, tensors in own.items() if any(map(is_tracer, tensors))]
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
@@ -185,19 +168,13 @@ class LayerCall:
         )
 
     def check_closure_of_backward(self) -> None:
-        """Raise an error if `backward` closes over a differentiated value.
-
-        The check is necessary for a call that JAX stages to a jaxpr. JAX runs the `backward` of a staged call only
-        later, when JAX differentiates the jaxpr.
-
-        JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
-        tests: test_closed_over.py
-        """
+        """Refuse a `backward` of a staged call that closes over a differentiated value."""
+        # JAX would silently treat the value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
+        # tests: test_closed_over.py
         if any(is_differentiated(x) for value in closed_over(self.layer.backward).values() for x in tensors_in(value)):
             raise self.closed_over_error("backward")
 
     def warn_of_integer_outputs(self, kept: SavedContext, needs: Sequence[bool]) -> None:
-        """Warn if a layer that JAX differentiates has only integer outputs. `needs` has one bool per tensor."""
         warn_of_integer_outputs(self.layer, kept.outputs, self.arguments, needs)
 
     # -- backward --------------------------------------------------------------------------------------
@@ -210,12 +187,7 @@ class LayerCall:
         cotangents: Sequence[Any],
         is_transposed: bool = False,
     ) -> list[Any]:
-        """Run `backward`, and return one gradient per tensor of the call.
-
-        None stands for a zero cotangent or a zero gradient.
-
-        `is_transposed` is True if JAX transposes the operations of `backward` instead of differentiating them.
-        """
+        """Run `backward`, and return one gradient per tensor of the call. None stands for a zero."""
         __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         cotangents = [
@@ -230,13 +202,11 @@ class LayerCall:
         )
         state = TraceState()
         scope = self.scope("backward", state.is_staged)
-        # `in_backward` stays False for a first derivative in eager mode, for two reasons. Layers within `backward` are
-        # faster with `jax.custom_vjp`. The flag `in_backward` is part of the cache key of `jax.jit`. If the flag
-        # changes, JAX compiles jitted functions again.
+        # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
+        # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
-        # To transpose `backward` is allowed even if @once_differentiable decorates it. Therefore the transpose calls
-        # the undecorated method, which does not raise the error of @once_differentiable.
+        # JAX may transpose a `backward` under @once_differentiable, whose error the undecorated method does not raise.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self, needs)
@@ -260,10 +230,7 @@ class LayerCall:
     def run_jvp(
         self, kept: SavedContext, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Run `jvp`, and return one tangent per differentiable output.
-
-        The list `tangents` has one entry per tensor of the call.
-        """
+        """Run `jvp` on one tangent per tensor of the call, and return one tangent per differentiable output."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
@@ -292,16 +259,11 @@ class LayerCall:
         )
 
     def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
-        """Return the result of `run()`, which calls a method of the layer.
+        """Return `run()`, and refuse tracers of `forward` that an object on `ctx`, which is no pytree, still holds.
 
-        Usually, this function only calls `run`. But `forward` may keep an object that holds tracers and is no pytree.
-        If JAX traces `backward` to a jaxpr, a tracer that an object on `ctx` holds becomes a constant of this jaxpr.
-        Lowering the program then fails with an error that does not name the layer. Therefore, if the context has such
-        objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose constants are checked. tests:
+        In a staged `backward`, such a tracer would become a constant, and lowering would fail with an error that does
+        not name the layer. So the method is staged to a jaxpr of its own, whose constants are checked. tests:
         contract/test_context.py
-
-        Raises:
-            ValueError: if the method uses a tracer of `forward` that an object on the context holds.
         """
         __tracebackhide__ = True
         if not kept.has_objects:
@@ -335,14 +297,7 @@ class LayerCall:
     # -- vmap --------------------------------------------------------------------------------------------
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
-        """Run the `vmap` of the class. Return the pytree structure of the outputs of `vmap`, and the output arrays.
-
-        `dims` has the batch axis of each tensor, or None for a tensor that all examples share. In the returned arrays,
-        the batch axis is in front.
-
-        Raises:
-            ValueError: if `vmap` does not return a pair, or if the out_dims do not fit the outputs.
-        """
+        """Run `vmap`. Return the structure of its outputs, and their arrays with the batch axis in front."""
         __tracebackhide__ = True
         arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
 
@@ -377,15 +332,8 @@ class LayerCall:
         )
 
     def match_batch(self, axis: Any, outputs: Outputs, values: Sequence[Any], expected: Outputs) -> list[Any]:
-        """Return the outputs of `vmap` in the order of the outputs of `forward`.
-
-        `expected` describes the outputs of `forward`.
-
-        The order differs if `vmap` returns a dict whose keys are in another order. tests: contract/test_vmap.py
-
-        Raises:
-            ValueError: if `vmap` does not return the outputs of `forward`, with the batch axis in front.
-        """
+        """Check the outputs of `vmap`, and return them in the order of the outputs of `forward`."""
+        # A dict may have its keys in another order. tests: contract/test_vmap.py
         value_at = dict(zip(outputs.skeleton.tensor_paths(), values, strict=True))
         places = expected.skeleton.tensor_paths()
         if value_at.keys() != set(places):
@@ -413,10 +361,7 @@ def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return why `args` do not fit the signature of `function`. Return an empty string if `args` fit the signature.
-
-    If the code of `function` has started to run, the error has another cause. Then also return an empty string.
-    """
+    """Return why `args` do not fit the signature of `function`, or "" if the error has another cause."""
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
         return ""  # the function itself raised the error

@@ -28,15 +28,10 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 
 def with_arrays_for_numbers(result: Any) -> Any:
-    """Convert numbers to arrays if `forward` returned no tensor and an active `jax.vmap` has a named axis.
-
-    Otherwise, return the result unchanged.
-
-    In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` of a number that all examples share is a Python number.
-    tests: contract/test_vmap.py
-    """
+    """Convert numbers to arrays: in an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number."""
     if is_tensor(result) or (isinstance(result, tuple) and any(map(is_tensor, result))):
         return result
+    # tests: contract/test_vmap.py
     tensors, skeleton = split(result)
     if tensors or not any(map(_is_number, skeleton.statics())) or not has_named_axis():
         return result
@@ -54,9 +49,8 @@ class Outputs:
 
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
-        # If `forward` returns a tuple or list, `backward` gets one cotangent for each element. If `forward` returns any
-        # other result, `backward` gets one cotangent. `groups` holds one skeleton for each of the cotangents that
-        # `backward` gets.
+        # `groups` has one skeleton for each cotangent that `backward` gets: one per element of a tuple or list, and one
+        # for any other result.
         self.is_sequence = isinstance(result, (tuple, list))
         if skeleton is LEAF:
             self.groups = [LEAF]
@@ -65,23 +59,18 @@ class Outputs:
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = types_of(arrays)
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
-        # JAX may place an uncommitted array on any device, so zeros for the cotangent of this array need no sharding.
-        # Zeros for a tracer get their sharding from its type.
+        # Zeros for the cotangent of an uncommitted array may be on any device, and those of a tracer get the sharding
+        # of its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     def with_types(self, types: list[Any]) -> Outputs:
-        """Return a copy with other types."""
         copied = copy.copy(self)
         copied.types = types
         return copied
 
     @staticmethod
     def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        """Split the result of a method. Return the tensors, the tensors as JAX arrays, and the pytree without tensors.
-
-        Raises:
-            ValueError: if the result holds no tensor, or if the result holds a Ref.
-        """
+        """Split a result into its tensors, these tensors as JAX arrays, and its skeleton."""
         tensors, skeleton = split(result)
         if not tensors:
             raise ValueError(
@@ -96,10 +85,10 @@ class Outputs:
         return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
-        """Return the cotangents for `backward`, with one entry per top-level output that holds a tensor.
+        """Return one cotangent for `backward` per top-level output that holds a tensor.
 
-        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics` is True, the returned list also
-        has an entry for each top-level output that holds no tensor. This entry is None.
+        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics`, each other output has the
+        entry None.
         """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
@@ -124,7 +113,7 @@ def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
 
 
 class ContextState:
-    """The private state of a context, which is everything except the attributes that the user sets."""
+    """The private state of a context: everything except the attributes that the user sets."""
 
     __slots__ = (
         "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
@@ -136,13 +125,11 @@ class ContextState:
         self.needs = needs  # returns the value of ctx.needs_input_grad
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
-        # Pairs of a saved NumPy array and its copy. Suppose that `forward` saves a NumPy array and also returns this
-        # array. Then the residual has to be the JAX array of the output, because `backward` defines the derivative of
-        # this JAX array.
+        # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
+        # array of the output, whose derivative `backward` defines.
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []
-        # This list has entries only if `forward` takes no context. Each entry is a pair: a NumPy value that `forward`
-        # returned, and the JAX array that replaced this value. `setup_context` gets the array as `output`. If
-        # `setup_context` saves the NumPy value, the JAX array is saved in its place.
+        # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets
+        # as `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
         self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
@@ -152,7 +139,7 @@ class ContextState:
         self.materialize = True
 
     def as_output(self, value: Any) -> Any:
-        """Return the JAX array that replaced a NumPy output of `forward`. Return any other value unchanged."""
+        """Return the JAX array that replaced a NumPy output of `forward`, or any other value itself."""
         return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
@@ -171,8 +158,7 @@ class PyLayerContext:
             return x * scale
 
     Arrays in an attribute, also within a list, dict or other pytree, are kept like saved tensors. `backward` gets every
-    other object unchanged. The context copies each NumPy array, so that a later change of the array in place does not
-    affect `backward`, which gets the copy as a `jax.Array`.
+    other object unchanged, and each NumPy array as a copy, which is a `jax.Array`.
     """
 
     __slots__ = ("__dict__", "_state")
@@ -203,11 +189,10 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        Each value may be a pytree, and the whole pytree is one entry of the saved tuple. Leaves that are not arrays are
-        saved unchanged. A `jax.Ref` argument is saved as a reference: `backward` reads the content that the Ref has
-        when `backward` runs. If JAX differentiates `backward`, JAX treats a saved input as the input itself. For a
-        saved output, JAX uses the derivative of the layer, which `backward` defines. For any other saved tensor, JAX
-        differentiates the code of `forward` that computes the tensor from inputs and outputs.
+        Each value may be a pytree, whose leaves that are not arrays are saved unchanged. A `jax.Ref` argument is saved
+        as a reference: `backward` reads what it then holds. In a second derivative, a saved input is the input itself,
+        a saved output has the derivative that `backward` defines, and for any other saved tensor JAX differentiates the
+        code of `forward` that computes it from inputs and outputs.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -233,9 +218,7 @@ class PyLayerContext:
     # -- flags ----------------------------------------------------------------------------------
 
     def mark_not_inplace(self, *inputs: Any) -> None:
-        """Check that each value is an input of `forward`, and do nothing else.
-
-        This method exists for code written for Paddle. JAX arrays never change in place.
+        """Check that each value is an input of `forward`. Code for Paddle calls this; JAX arrays never change in place.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -276,11 +259,11 @@ class PyLayerContext:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """A tuple with one bool per argument of the call, which says whether the gradient of this argument is needed.
+        """One bool per argument of the call: whether its gradient is needed.
 
-        The bools are exact in eager mode. In `backward`, the bools of `ctx.needs_input_grad` are exact, unless JAX
-        differentiates one jitted function several times with respect to different arguments. While JAX traces
-        `forward`, the entry of `needs_input_grad` is True for every argument that can have a gradient.
+        The bools are exact in eager mode, and in `backward` unless JAX differentiates one jitted function several times
+        with respect to different arguments. In a traced `forward`, they are True for every argument that can have a
+        gradient.
         """
         return self._state.needs()
 
@@ -301,7 +284,7 @@ def backward_context(
     load: Callable[[], tuple[Any, ...] | None],
     attributes: dict[str, Any],
 ) -> PyLayerContext:
-    """Make the context for `backward`; the function `load` returns the saved tensors."""
+    """Make the context for `backward`; `load` returns the saved tensors."""
     state = ContextState(layer, needs)
     state.in_forward, state.load = False, load
     ctx = kind(state)
@@ -310,14 +293,7 @@ def backward_context(
 
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
-    """Return `value` as the context keeps it: with a copy of each NumPy array.
-
-    `state.returned` pairs NumPy outputs of `forward` with JAX arrays. If `value` contains such a NumPy output, the
-    context keeps the JAX array instead.
-
-    Raises:
-        ValueError: for a Ref that is not an argument of `forward`.
-    """
+    """Return `value` as the context keeps it: NumPy arrays are copied, or replaced by JAX outputs."""
     if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
         return value
 
@@ -357,7 +333,7 @@ class ResidualTree:
         self.indices = indices
 
     def fill(self, residuals: Sequence[Any]) -> Any:
-        """Return the value in new containers, so that a change by one run of `backward` does not affect another run."""
+        """Return the value in new containers, which no other run of `backward` shares."""
         # JAX passes some constant residuals as NumPy arrays.
         return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), copy_container)
 
@@ -367,16 +343,12 @@ _CONTAINERS = (dict, set, collections.deque, bytearray)
 
 
 def copy_container(static: Any) -> Any:
-    """Return a copy of a mutable container that is a leaf of a pytree, so that runs do not share it."""
     return copy.copy(static) if isinstance(static, _CONTAINERS) else static
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class SavedContext:
-    """Everything that one run of `forward` keeps for `backward`, except the arrays.
-
-    Two instances are equal only if they are the same object.
-    """
+    """Everything that one run of `forward` keeps for `backward`, except the arrays."""
 
     outputs: Outputs
     materialize: bool
@@ -389,10 +361,7 @@ class SavedContext:
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
-        """Return a list with the name of each residual, or "" for a residual without a name.
-
-        The function `name_of_saved(i)` returns the name of the i-th saved value.
-        """
+        """Return the name of each residual, or "" for one without a name."""
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
@@ -407,13 +376,13 @@ class SavedContext:
 
 
 def entry_of(path: str) -> tuple[int, str]:
-    """Return the index of a saved value, and the path within this value: 0 and "['w']" for the path "[0]['w']"."""
+    """Split the path of a saved tensor: "[0]['w']" gives 0 and "['w']"."""
     index, rest = path[1:].split("]", 1)
     return int(index), rest
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
-    """Return the `SavedContext`, the outputs and the residuals of a run of `forward`, given its `result`."""
+    """Return the `SavedContext`, the outputs and the residuals of a run of `forward`."""
     state = ctx._state
     if not hasattr(result, "dtype"):  # a single array is the usual case
         result = with_arrays_for_numbers(result)
@@ -439,13 +408,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
 def positions_of_kept(
     state: ContextState, attributes: dict[str, Any], arguments: Any, outputs: Sequence[Any]
 ) -> ResidualTree:
-    """Return what a `forward` on NumPy arrays kept, for a `backward` in JAX.
-
-    The positions of tensors are those in [*inputs, *outputs]. `arguments` are those of `forward`.
-
-    Raises:
-        ValueError: if `forward` kept anything but inputs, outputs and static arguments.
-    """
+    """Return what a `forward` on NumPy arrays kept for a `backward` in JAX, as positions in [*inputs, *outputs]."""
     statics = [x for x in jax.tree.leaves(arguments, is_leaf=is_none) if not is_tensor(x)]
     copied_from = {id(own): array for array, own in state.numpy_copies}
     known = [*state.inputs, *outputs]
@@ -474,11 +437,9 @@ def is_none(x: Any) -> bool:
 
 
 class _Residuals:
-    """Collects the tensors of the values that one run of `forward` keeps.
+    """Collects the tensors that one run of `forward` keeps.
 
-    If `forward` saves one tensor twice, the list of residuals contains it once. If `forward` saves a tensor and also
-    sets this tensor as an attribute of `ctx`, the list contains the tensor twice, because hooks pack only saved
-    tensors.
+    A tensor that is saved and is also an attribute of `ctx` occurs twice, because hooks pack only saved tensors.
     """
 
     __slots__ = ("_index_of", "_output_of", "_state", "_trace", "has_objects", "tensors")
@@ -493,16 +454,11 @@ class _Residuals:
         self._trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
 
     def add(self, value: Any, name: str, is_saved: bool = False) -> ResidualTree:
-        """Add the tensors of a value. Return the tree without the tensors, and the indices of the tensors.
-
-        Raises:
-            ValueError: for a tracer of a transformation that has ended, and for a function that closes over tracers.
-        """
+        """Add the tensors of a value. Refuse tracers of an ended trace, and functions that close over tracers."""
         tensors, skeleton = split(value, is_tensor_or_ref)
         if len(skeleton.leaves) > len(tensors):
             _refuse_closures(skeleton, name, self._state.layer)
-            # In eager mode, no check is necessary. An object on `ctx` then holds only concrete arrays, and these stay
-            # valid after `forward` has returned.
+            # In eager mode, an object on `ctx` holds only concrete arrays, which stay valid after `forward`.
             if isinstance(self._trace, STAGED.trace) and not self.has_objects:
                 self.has_objects = any(map(_may_hide_tracers, skeleton.statics()))
         if self._output_of:
@@ -517,10 +473,7 @@ class _Residuals:
 
 
 def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
-    """Raise an error if `forward` did not return a value that it has to return.
-
-    Some methods of `ctx` require that `forward` also returns the value that it passes to the method.
-    """
+    """Raise an error if `forward` did not return a value that a method of `ctx` requires it to return."""
     for value, call, advice in state.must_return:
         if contains(tensors, value):
             continue
@@ -532,20 +485,17 @@ def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
 
 
 def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-    """Map the id of each NumPy output, and the id of its copy on `ctx`, to the JAX array that replaced the output."""
+    """Map the id of each NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output."""
     found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
     for array, own in state.numpy_copies if found else ():
-        # Compare the contents: `forward` may have changed the array in place after the copy was made.
+        # `forward` may have changed the array in place after the copy was made.
         if id(array) in found and array.tobytes() == own.tobytes():
             found[id(own)] = found[id(array)]
     return found
 
 
 def _ended_error(call: str, layer: str) -> ValueError:
-    """Return the error for keeping a tracer on `ctx` after the trace of this tracer has ended.
-
-    For example, users get this error if `jax.jit` decorates `forward(ctx, x)`, and `forward` saves x on `ctx`.
-    """
+    """Return the error for keeping a tracer whose trace has ended, e.g. if `jax.jit` decorates `forward(ctx, x)`."""
     return ValueError(
         f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
         "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "
@@ -562,10 +512,7 @@ _PLAIN = (
 
 
 def _may_hide_tracers(static: Any) -> bool:
-    """Return whether an object that is not a pytree may hold tracers that `_refuse_closures` has not checked.
-
-    For a function, look at the values that it closes over. For any other object, look at its type.
-    """
+    """Return whether an object may hold tracers that `_refuse_closures` has not checked."""
     if isinstance(static, _PLAIN):
         return False
     if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):
@@ -575,7 +522,7 @@ def _may_hide_tracers(static: Any) -> bool:
 
 
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
-    """Raise an error for a function that closes over tracers of `forward`, which are invalid after `forward`."""
+    """Raise an error for a function that closes over tracers of `forward`, which are invalid after it returns."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
         values = [x for value in closed_over(leaf).values() for x in tensors_in(value)] if callable(leaf) else ()

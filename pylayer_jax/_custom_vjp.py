@@ -24,23 +24,19 @@ Values = list[Any]
 
 
 class TracedCall:
-    """One application of a layer. An instance is the first argument of the custom_vjp function.
-
-    JAX treats an instance as a pytree without leaves.
-    """
+    """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves."""
 
     __slots__ = ("call", "is_deferred", "maps", "staged")
 
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
-        # `is_deferred` is True if JAX stages the call to a jaxpr. JAX may run the fwd rule of a staged call later, and
-        # more than once.
+        # True if JAX stages the call to a jaxpr, so that it may run the fwd rule later, and more than once.
         self.is_deferred = is_deferred
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Return `forward`, staged for the types of `tensors`, and the values that `forward` closes over."""
+        """Return `forward`, staged for the types of `tensors`, and the values that it closes over."""
         __tracebackhide__ = True
         key = tuple(types_of(tensors))
         if (staged := self.staged.get(key)) is not None:
@@ -51,22 +47,16 @@ class TracedCall:
         return staged, consts
 
     def evaluate(self, tensors: Sequence[Any]) -> Values:
-        """Evaluate the operations of `forward` and return the outputs, for a call that JAX does not differentiate.
-
-        JAX batches these operations and the fwd rule separately, and assumes that the outputs of both have the same
-        batch axes. If the batch axes differed, JAX would silently exchange axes of equal size. The fwd rule applies a
-        `RuleFunction`. So `as_batched_as` gives these outputs the batch axes that a `RuleFunction` has: see NOTE [all
-        outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
-        """
+        """Return the outputs of a call that JAX does not differentiate."""
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
+        # JAX batches `forward` and the fwd rule separately, and assumes equal batch axes. If they differed, JAX would
+        # silently exchange axes of equal size. The fwd rule applies a `RuleFunction`, so these outputs get its batch
+        # axes: see NOTE [all outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
         return as_batched_as(tensors, evaluate_jaxpr(staged.outputs_jaxpr, *consts, *tensors))
 
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.
-
-        `in_rule` is True within a fwd rule. There, differentiating `tensors` gives a second derivative.
-        """
+        """Apply the staged `forward`. In a fwd rule (`in_rule`), a derivative of `tensors` is a second derivative."""
         __tracebackhide__ = True
         staged, consts = self.stage(tensors, in_rule)
         return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
@@ -101,18 +91,13 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
 def _remember(
     traced_call: TracedCall, run: ForwardResult, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the results of the fwd rule.
-
-    Append a `LayerMap`, the linear derivative that belongs to this run of the fwd rule, to `traced_call.maps`.
+    """Return the results of the fwd rule, and append the `LayerMap` of this run to `traced_call.maps`.
 
     NOTE [several runs]
-    JAX may run the fwd rule several times for a single application of the function. JAX then passes the same treedef to
-    every bwd rule: the treedef that the last run of the fwd rule returned. So all bwd rules get the same static data.
-    But the runs may differ. In each run of the fwd rule, hooks may return other objects. In each run, `forward` may
-    also keep a different value of a `jax.Ref`. Therefore, if JAX stages the call to a jaxpr, the fwd rule assigns a
-    number to each of its runs. The fwd rule returns an additional residual of shape `(number, 0)`. This shape encodes
-    the number of the run, and the residual takes no memory. The bwd rule reads the number from this shape. tests:
-    test_several_runs.py
+    JAX may run the fwd rule several times for one application, and then passes the treedef that the last run returned
+    to every bwd rule. But the runs may differ: hooks may return other objects, and `forward` may keep another value of
+    a `jax.Ref`. Therefore, if JAX stages the call, each run has a number, which the bwd rule reads from the shape
+    `(number, 0)` of an additional residual. This residual takes no memory. tests: test_several_runs.py
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
     maps = traced_call.maps
@@ -140,12 +125,8 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _batched_like(cotangent: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Make each gradient batched under `jax.vmap`, because `cotangent` is batched.
-
-    A gradient that depends on no cotangent may have no batch axis. JAX would not sum such a gradient over the examples:
-    see NOTE [all outputs are batched] in `_jax/rule_function.py`. If only the condition of `jnp.where(condition, g, g)`
-    is batched, the result is batched like the condition.
-    """
+    """Make each gradient batched: JAX would not sum one without a batch axis over the examples."""
+    # See NOTE [all outputs are batched] in `_jax/rule_function.py`. `jnp.where` is batched like its condition.
     has_entry = cotangent.size and explicit_sharding(cotangent) is None  # JAX cannot index along an explicit mesh axis
     condition = (cotangent[(0,) * cotangent.ndim] if has_entry else jnp.sum(cotangent)) == 0  # any bool that is batched
     return [g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
@@ -199,8 +180,7 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# These functions are not class attributes. Otherwise a class made by type(name, bases, dict(vars(other))) would share
-# the functions of the class `other`.
+# Not class attributes: a class made by type(name, bases, dict(vars(other))) would share those of `other`.
 _custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -217,16 +197,14 @@ def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]
     return functions[takes_refs]
 
 
-def _named_copy(function: Any, name: str, source: str) -> Any:
-    """Return a copy of a plain Python function under another name.
+# NOTE [names made once]
+# At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives names for error
+# messages. This takes a fifth of the time that JAX needs to trace a layer. Therefore each copy has the signature and
+# the names as attributes, which JAX reads instead. If JAX stops reading `__fun_debug_info__`, tracing is slower.
 
-    NOTE [names made once]
-    At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
-    functions and arguments for error messages. If JAX repeated this work at each call, the work would take a fifth of
-    the time that JAX needs to trace a layer. Therefore `_named_copy` stores the signature and the names as attributes
-    of each copy. At each call of the custom_vjp function, JAX then reads the stored signature and names. It does not
-    compute the signature and the names again. If JAX stops reading `__fun_debug_info__`, tracing is slower.
-    """
+
+def _named_copy(function: Any, name: str, source: str) -> Any:
+    """Return a copy of a plain Python function under another name."""
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name
     copy.__signature__ = _BY_POSITION

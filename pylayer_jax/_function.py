@@ -1,4 +1,4 @@
-"""`Function` corresponds to `torch.autograd.Function`. It is a `PyLayer` with torch's conventions."""
+"""`Function`: a `PyLayer` with the conventions of `torch.autograd.Function`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class FunctionCtx(PyLayerContext):
     __slots__ = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Save tensors (or None) for `backward`, which reads them as `ctx.saved_tensors`.
-
-        A later call replaces all saved tensors.
+        """Save tensors (or None) for `backward`, which reads them as `ctx.saved_tensors`. A later call replaces them.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -37,12 +35,9 @@ class FunctionCtx(PyLayerContext):
         super().save_for_backward(*tensors)
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Save tensors (or None) for `jvp`, which reads them as `ctx.saved_tensors`.
+        """Save tensors (or None) for `jvp`, which reads them as `ctx.saved_tensors`. A later call replaces them.
 
-        A later call replaces all saved tensors.
-
-        If `save_for_forward` is not called, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp`,
-        `save_for_forward` has no effect.
+        Without a call, `jvp` gets the tensors of `save_for_backward`.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -53,9 +48,7 @@ class FunctionCtx(PyLayerContext):
         state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Require that `forward` returns each of these tensors.
-
-        A JAX array never changes in place, so a changed tensor is a new array, which `forward` has to return.
+        """Require that `forward` returns these tensors: JAX arrays never change in place, so each is a new array.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -103,9 +96,8 @@ class Function(PyLayer):
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
 
-    A `Function` also differs from torch. JAX arrays cannot change in place. Therefore `ctx.mark_dirty` takes only
-    outputs of `forward`. A tensor in a list or dict argument gets a gradient too. `jax.vmap` works without
-    `generate_vmap_rule`. A second derivative is complete or raises an error.
+    Unlike in torch, `ctx.mark_dirty` takes only outputs of `forward`, a tensor in a list or dict argument gets a
+    gradient too, `jax.vmap` works without `generate_vmap_rule`, and a second derivative is complete or raises an error.
     """
 
     complex_convention = "paddle"  # torch has the same convention
@@ -133,9 +125,8 @@ class Function(PyLayer):
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, in a class whose `forward` takes no context.
 
-        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is the result of `forward`. An
-        output of `forward` may also be an input of `forward`. Saving such an output saves the input. torch refuses to
-        save such an output.
+        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is its result. If an output is
+        also an input, saving it saves the input; torch refuses to save it.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 
@@ -149,7 +140,7 @@ class Function(PyLayer):
 
     @classmethod
     def _setup_with(cls, output: Any) -> Callable[..., Any]:
-        """Return a function `forward(ctx, ...)` that passes `output` to `setup_context`, and returns `output`."""
+        """Return a function `forward(ctx, ...)` that passes `output` to `setup_context`, and returns it."""
 
         def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
@@ -166,8 +157,7 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not layer.host and not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
-            # If `forward` returns one NumPy array at two positions, both outputs are the same JAX array, as NOTE
-            # [orders] in `_layer_rule.py` requires.
+            # One NumPy array at two positions becomes one JAX array, as NOTE [orders] in `_layer_rule.py` requires.
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
             ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]

@@ -1,4 +1,4 @@
-"""Matches results of `backward` with arguments of `forward`, and matches results of `jvp` with outputs of `forward`."""
+"""Matches results of `backward` with arguments of `forward`, and results of `jvp` with its outputs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,8 @@ def match_gradients(
 ) -> list[Any]:
     """Return one gradient (or None for zero) per tensor of the call, with the dtype and shape of that tensor.
 
-    `needs` has one bool per tensor: whether JAX needs its gradient. Other gradients are dropped. With a `batch`, the
-    gradients are NumPy arrays, whose first axes have these lengths.
-
-    Raises:
-        ValueError: for a wrong number of gradients, or a wrong structure, type or shape; messages name the argument.
+    `needs` has one bool per tensor; gradients that are not needed are dropped. With a `batch`, the gradients are NumPy
+    arrays, whose first axes have these lengths.
     """
     try:
         gradients: list[Any] = [None] * len(needs)
@@ -59,19 +56,13 @@ def match_gradients(
 
 
 def _entries(result: Any, unpack_list: bool) -> list[Any]:
-    """Return the items of `result` as a list if `result` is a tuple.
-
-    If `unpack_list` is True, return the items of a list in the same way.
-
-    Any other result becomes the only item.
-    """
     return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
 
 
 def _pair(
     result: Any, arguments: Arguments, needs: Sequence[bool], torch_convention: bool
 ) -> list[tuple[Argument, Any]]:
-    """Pair each argument that holds a tensor (a *slot*) with the entry for this argument in the result of `backward`.
+    """Pair each argument that holds a tensor (a *slot*) with its entry in the result of `backward`.
 
     | convention | entries of the result                                                                           |
     |------------|-------------------------------------------------------------------------------------------------|
@@ -80,8 +71,7 @@ def _pair(
     | torch      | one per argument of the call, and any number of Nones after them                                |
     """
     slots, passed = arguments.slots(), arguments.arguments
-    # A list has one entry per item, as a tuple has. But a list is one gradient in the torch convention, or if only one
-    # argument of the call holds a tensor.
+    # A list has one entry per item, as a tuple has, but is one gradient in the torch convention, or for a single slot.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:
@@ -97,7 +87,7 @@ def _pair(
 
 
 def _advice_to_wrap(result: Any, slots: Sequence[Argument]) -> str:
-    """Return advice about a tuple that looks like the gradient of one argument, and not like one gradient each."""
+    """Return advice about a tuple that looks like the gradient of one argument."""
     kind = type(result)
     for slot in slots if isinstance(result, tuple) and (kind is not tuple or len(slots) == 1) else ():
         if (slot.skeleton.treedef.node_data() or (None,))[0] is kind:
@@ -115,7 +105,6 @@ def _has_one_per_slot(entries: Sequence[Any], slots: Sequence[Argument], needs: 
 
 
 def _check_no_gradient(argument: Argument, entry: Any, arguments: Arguments) -> None:
-    """Raise an error for a gradient of an argument that holds neither tensors nor numbers."""
     is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
     if entry is not None and not argument.skeleton.size and not is_number:
         raise ValueError(
@@ -149,7 +138,6 @@ _lock = threading.RLock()
 
 
 def _warn_of_missing_return(layer: Any, name: str) -> None:
-    """Warn that `backward` returned None although a gradient is needed."""
     text = (
         f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
         "Return (None,) if zero is meant."
@@ -158,11 +146,7 @@ def _warn_of_missing_return(layer: Any, name: str) -> None:
 
 
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
-    """Warn that no gradient flows through a differentiated layer, because all its outputs are integers or bools.
-
-    torch raises an error in this case. This function does not warn if `forward` marked all outputs as
-    non-differentiable.
-    """
+    """Warn that no gradient flows through integer or bool outputs, for which torch raises an error."""
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return
     needed = arguments.needs(arguments.can_get_gradient(needs))
@@ -193,10 +177,7 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
 
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
-    """Return one entry per argument for `jvp`: a pytree of tangents, or None for an argument without tensors.
-
-    A missing tangent becomes zeros, or None after `ctx.set_materialize_grads(False)`.
-    """
+    """Return one entry per argument for `jvp`: a pytree of tangents, or None for an argument without tensors."""
 
     def zeros(aval: Any) -> Any:
         return zeros_of(tangent_type(aval) if has_tangent(aval) else aval)
@@ -209,7 +190,6 @@ def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize
 
 
 def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, torch_convention: bool) -> str:
-    """Return the message of the error about a wrong number of gradients from `backward`."""
     of_all = list(arguments.names())
     names = of_all if torch_convention else [a.name for a in slots]
     kind = "argument" if torch_convention else "tensor argument"
@@ -222,11 +202,7 @@ def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, to
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
-    """Return one tangent (or None for zero) per differentiable output, with the shape and dtype of that output.
-
-    Raises:
-        ValueError: for a wrong number of tangents, or a wrong structure, type or shape; messages name the output.
-    """
+    """Return one tangent (or None for zero) per differentiable output, with its shape and dtype."""
     entries = _entries(result, unpack_list=outputs.is_sequence)
     if len(entries) != len(outputs.groups):
         raise ValueError(
@@ -258,14 +234,9 @@ def coerce(
 
     With a `batch`, return a NumPy array: on the host, JAX must not compute.
 
-    If `is_gradient` is True, `value` may have any shape to which `aval.shape` broadcasts. As in torch, it is then
-    summed. Every other shape is refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3,
-    1)` would hide that `backward` returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests:
-    contract/test_backward.py
-
-    Raises:
-        ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs
-            between devices although `aval` does not differ. The message begins with the result of `where()`.
+    A gradient may have any shape to which `aval.shape` broadcasts, and is summed, as in torch. Every other shape is
+    refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide that `backward`
+    returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
     """
     value = unboxed(value)
     if value is None:

@@ -7,14 +7,12 @@
 
 The first call leaves the context of its run on the host; t has the number of this place in the program, and that of the
 run. The second call finds the context by t. If the host does not hold it any more, the second call runs `forward` again
-on a and b. So a held context is a cached value of a pure function, and JAX may drop, move, merge or repeat these calls.
-A call whose number no code reads leaves no context.
-NOTE [held objects] in `_hooks/host.py` tells when the host drops one.
+on a and b, so that JAX may drop, move, merge or repeat these calls. NOTE [held objects] in `_hooks/host.py` tells when
+the host drops a context. A call whose number no code reads leaves none.
 
-With concrete arrays, the methods run directly. Otherwise JAX has to know the types of the outputs before the program
-runs. They come from a run of `forward` on example arrays, or from the method `result_types` of the class. With
-`host = "forward"`, the context keeps only inputs, outputs and static arguments, so that JAX can trace `backward`.
-tests: contract/test_host_layers.py
+With concrete arrays, the methods run directly. Otherwise the types of the outputs come from a run of `forward` on
+example arrays, or from the method `result_types` of the class. With `host = "forward"`, the context keeps only inputs,
+outputs and static arguments, so that JAX can trace `backward`. tests: contract/test_host_layers.py
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class _Run(NamedTuple):
     context: Any  # what `forward` kept; with host = "forward", a `ResidualTree`
 
     def structure(self) -> list[Any]:
-        """Return all that has to be the same in every run, except types."""
+        """Return everything but types that has to be the same in every run."""
         kept = self.context
         own = [kept.indices, *kept.skeleton.parts()] if isinstance(kept, ResidualTree) else []
         return [*self.skeleton.parts(), self.materialize, *own]
@@ -87,11 +85,7 @@ class _Run(NamedTuple):
         return self._replace(arrays=types, context=self.context if isinstance(self.context, ResidualTree) else None)
 
     def values_of(self, run: _Run, batch: tuple[int, ...]) -> list[np.ndarray]:
-        """Return the arrays of another run in the dtypes of this example.
-
-        Raises:
-            ValueError: if the other run differs in more than the contents of its arrays.
-        """
+        """Return the arrays of a run in the dtypes of this example, from which it may differ in their contents only."""
         rows = [*zip(self.arrays, run.arrays, self.marked, run.marked, strict=False)]
         try:
             fits = self.structure() == run.structure() and all(
@@ -137,7 +131,6 @@ class _Place(HeldObjects):
         self.needs = needs  # the `needs_input_grad` of `forward`
 
     def run(self, inputs: Sequence[Any]) -> _Run:
-        """Run `forward` on copies of the inputs."""
         call, own = self.call, [np.array(x) for x in inputs]
         if call.layer.host == "forward":
             # JAX traces `backward` with the inputs that come, and may drop the call of a `forward` that changes them in
@@ -191,7 +184,7 @@ _examples: weakref.WeakKeyDictionary[type, dict[Any, _Run]] = weakref.WeakKeyDic
 
 
 def _example_of(place: _Place) -> _Run:
-    """Return what is the same in all runs, from an earlier call with the same types and statics if there is one."""
+    """Return an example, from an earlier call with the same types and statics if there is one."""
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
     statics = [(type(x), x) for a in arguments.arguments for x in (a.name, *a.skeleton.parts())]
@@ -240,7 +233,7 @@ def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
 
 
 def _example_arrays(call: LayerCall) -> list[np.ndarray]:
-    """Return one array per tensor of the call: random numbers (zeros for integers), or the result of `example`."""
+    """Return random numbers (zeros for integers) for the tensors of the call, or the result of `example`."""
     rng = np.random.default_rng(0)
 
     def draw(t: Any) -> np.ndarray:
@@ -287,7 +280,7 @@ def _bind(
 
 
 def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
-    """Run `forward` on NumPy arrays, and keep on `ctx` what JAX keeps. Return its result, with JAX arrays."""
+    """Run `forward` on NumPy arrays, and keep on `ctx` what JAX keeps. Return its result with JAX arrays."""
     for path, t in zip(_paths(call), call.arguments.types, strict=True):
         if is_key(t) or path in call.arguments.ref_names():
             raise TypeError(
@@ -374,7 +367,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 
 def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """Run the method `vmap` of a layer class on NumPy arrays. Return its outputs, with the batch axis in front."""
+    """Run `vmap` on NumPy arrays. Return its outputs, and 0 as their batch axis."""
     needs = call.arguments.needs(call.arguments.can_get_gradient([True] * len(tensors)))
     example = _example_of(_Place(call, needs))
 

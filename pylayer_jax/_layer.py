@@ -1,8 +1,4 @@
-"""Defines `PyLayer`, the descriptor of `PyLayer.apply`, and the decorator `once_differentiable`.
-
-For a call under a transformation, `_route` chooses the function that JAX applies: a custom_vjp function, or a
-`RuleFunction`.
-"""
+"""`PyLayer`, the base class of layers. Under a transformation, `_route` chooses how JAX applies a layer."""
 
 from __future__ import annotations
 
@@ -34,19 +30,11 @@ _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "host", "h
 
 
 def check_declarations(layer: Any) -> None:
-    """Raise an error for flags with invalid values or misspelled names.
-
-    Raises:
-        TypeError: for a misspelled flag, for a `forward_mode`, `saved_names`, `host` or `host_vmap` of the wrong type
-            or value, for forward mode together with `host`, and for `result_types` with `host = "forward"`.
-        ValueError: for an unknown `complex_convention`.
-        RuntimeError: for a class with both `generate_vmap_rule` and a `vmap` method.
-    """
+    """Raise an error for flags with invalid values or misspelled names."""
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # For the names "hosts" and "host", `difflib` computes a similarity of 0.89, which is below the usual cutoff of
-        # 0.9. A user may name an attribute `hosts`. Therefore this check treats a name such as `hosts` as a misspelled
-        # `host` only if the value is True, "forward" or "broadcast".
+        # A user may name an attribute `hosts`, whose similarity with `host` is 0.89. So it is a misspelled `host`, in
+        # spite of the usual cutoff of 0.9, only if it has a value of `host`.
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -92,7 +80,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def once_differentiable(backward: Method) -> Method:
-    """Declare that `backward` has no derivative, so that a second derivative raises an error.
+    """Declare that `backward` has no derivative, because it is host code, or its derivative would be wrong.
 
         >>> class Once(Tanh):
         ...     @staticmethod
@@ -104,8 +92,6 @@ def once_differentiable(backward: Method) -> Method:
         ... except RuntimeError:
         ...     print("no second derivative")
         no second derivative
-
-    Use this decorator if `backward` is host code, or if the derivative of the code of `backward` would be wrong.
 
     Raises:
         RuntimeError: if a second derivative goes through the decorated `backward`.
@@ -130,9 +116,8 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
-        # Raise the error if JAX differentiates the inputs of `backward`. An error for the outputs of `backward` would
-        # come too late, after the code of `backward` has run. In this way, JAX raises the error before any host code in
-        # `backward` runs.
+        # Raise the error if JAX differentiates the inputs of `backward`. For its outputs, the error would come too
+        # late, after host code in `backward` has run.
         ctx = args[first]
         state, attributes = ctx._state, dict(vars(ctx))
         saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))
@@ -197,20 +182,20 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class may be made from the attributes of another class, as in unpickling. The `__dict__` of the new class
-        # then contains the bound method of the other class.
+        # A class that is made from the attributes of another class, as in unpickling, has the bound method of the other
+        # class.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)
         return bound
 
     def _function_of(self, owner: Any) -> Callable[..., Any]:
-        """Return a copy of the function of this class method, with the signature and docstring of `owner.forward`."""
+        """Return a copy of this method's function, with the signature and docstring of `owner.forward`."""
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` reads the signature of `__wrapped__`, which is `forward(ctx, x)`. `apply` is a bound
-        # method, so `inspect.signature` drops the first parameter of this signature. So `apply` shows `(x)`.
+        # `inspect.signature` reads `forward(ctx, x)` from `__wrapped__`, and shows `(x)`, because `apply` is a bound
+        # method.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)
@@ -235,42 +220,39 @@ class PyLayer:
         >>> print(jax.grad(Tanh.apply)(0.0))
         1.0
 
-    Every reverse-mode transformation uses `backward`, at every order of differentiation. JAX transposes `backward` in
-    forward mode and for `jax.hessian`. Then `backward` has to be linear in its cotangents. Every run of `backward` gets
-    the values that `forward` kept on `ctx`: containers are copied for each run, and other objects are shared.
+    Every reverse-mode transformation uses `backward`, at every order of differentiation. In forward mode and for
+    `jax.hessian`, JAX transposes `backward`, which then has to be linear in its cotangents. Runs of `backward` share
+    the objects that `forward` kept on `ctx`, except containers, which are copied for each run.
 
-    In eager mode, a first derivative runs `forward` and `backward` on concrete values. A second derivative traces
-    `forward`, also in eager mode.
+    In eager mode, a first derivative runs `forward` and `backward` on concrete values; a second derivative traces
+    `forward`.
 
     A class may also define these static methods:
 
-    - `jvp(ctx, *tangents)`, the rule for forward mode. `jvp` gets one tangent per argument of the call (None for an
-      argument without tensors), and returns one tangent per output (None for zero). A missing tangent is passed as
-      zeros, or as None after `ctx.set_materialize_grads(False)`.
-    - `vmap(info, in_dims, *args) -> (outputs, out_dims)`, which `jax.vmap` calls in place of `forward`. `in_dims` has
-      the batch axis of each argument of the call, or None (for a pytree, a pytree of axes). `out_dims` has the batch
-      axis of each output, or None. `info.batch_size` is the number of examples. To compute the gradients of a batch,
-      JAX batches `backward`.
+    - `jvp(ctx, *tangents)`, the rule for forward mode. It gets one tangent per argument of the call (None for an
+      argument without tensors), and returns one per output (None for zero). A missing tangent is passed as zeros, or as
+      None after `ctx.set_materialize_grads(False)`.
+    - `vmap(info, in_dims, *args) -> (outputs, out_dims)`, which `jax.vmap` calls in place of `forward`; for gradients,
+      JAX batches `backward`. `in_dims` has the batch axis of each argument of the call, or None (for a pytree, a pytree
+      of axes), and `out_dims` that of each output. `info.batch_size` is the number of examples.
 
     Attributes:
-        complex_convention: the convention for complex gradients in `backward`. "jax", the default, is the convention
-            of `jax.grad`. "paddle" is the convention of Paddle and torch, whose gradients are the complex conjugates.
+        complex_convention: the convention for complex gradients in `backward`: "jax", the default, or "paddle", that of
+            Paddle and torch, whose gradients are the complex conjugates of those of `jax.grad`.
         forward_mode: whether forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) may transpose `backward`.
-        saved_names: a name for each value of `save_for_backward`, in order, for the policies of `jax.checkpoint`; None
-            leaves a value without a name. True gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a
-            pytree, the path of the tensor follows the name, as in `y['w']`. Names cost memory in a scan: JAX treats a
-            named tensor as a new value, and stacks it in addition to the tensor itself. Therefore saved values have no
-            names by default.
+        saved_names: a name, or None, for each value of `save_for_backward`, for the policies of `jax.checkpoint`. True
+            gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a pytree, its path follows the name,
+            as in `y['w']`. By default, saved values have no names, which cost memory in a scan: JAX treats a named
+            tensor as a new value, and stacks it in addition to the tensor itself.
         host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
             and the other transformations. `ctx` may keep any object: it stays on the host. "forward" if `backward` is
-            JAX code, so that it has a derivative. Under a transformation, `forward` first runs on example arrays, to
-            find the types of the outputs. The arrays hold random numbers (and zeros for integers), or are the result of
-            a static method `example(*args)`. If the class has a static method `result_types(*args)`, it does not run:
-            this method gets and returns `jax.ShapeDtypeStruct` objects in place of arrays.
+            JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a run of
+            `forward` on example arrays: random numbers (and zeros for integers), or the result of a static method
+            `example(*args)`. They come without a run from a static method `result_types(*args)`, which gets and returns
+            `jax.ShapeDtypeStruct` objects in place of arrays.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
-        generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True has one effect: the class may
-            not also define `vmap`.
+        generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True only forbids a `vmap` method.
     """
 
     complex_convention: ClassVar[Literal["jax", "paddle"]] = "jax"
@@ -298,12 +280,10 @@ class PyLayer:
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
-        """Return the function that runs as `forward(ctx, ...)`."""
         return cls.forward
 
     @classmethod
     def _has_setup_context(cls) -> bool:
-        """Return whether `setup_context`, rather than `forward`, keeps the values for `backward`."""
         return False
 
     @classmethod
@@ -336,11 +316,11 @@ class PyLayer:
     @Apply
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer. The method `apply` takes the arguments of `forward`, except the context.
+        """Run the layer on the arguments of `forward`, except the context.
 
         An argument may be any pytree of arrays and other values. Gradients follow the parameter order of `forward`,
-        also if the call passes keywords in another order. An argument that is a `jax.Ref` has no gradient; `forward`
-        and `backward` may read and write the Ref. A call with a Ref has only a first derivative, in reverse mode.
+        also for keywords in another order. `forward` and `backward` may read and write an argument that is a `jax.Ref`,
+        which has no gradient. A call with a Ref has only a first derivative, in reverse mode.
 
         Returns:
             The outputs of `forward`, in the same containers, with each NumPy array converted to a `jax.Array`.
@@ -359,7 +339,6 @@ class PyLayer:
 
 
 def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
-    """Apply a layer under a transformation of JAX."""
     __tracebackhide__ = True
     state = TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
@@ -368,8 +347,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     if hooks is not None:
         call.block = _hooks.layer_block(hooks, call.layer.__name__, tensors, is_exact=call.layer.host is True)
     traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
-    # In a block of hooks, hide the layer's equations from the hooks. The layer packs its saved tensors itself, so the
-    # hooks would pack them twice.
+    # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
     with _NO_HOOKS if hooks is None else _hooks.layers_pack_themselves():
         try:
             route = _route(traced_call, tensors, state)
@@ -390,32 +368,22 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
 
 
 def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:
-    """Choose how JAX applies the layer in this call, and return the name of this choice.
+    """Choose how JAX applies the layer in this call: see NOTE [orders] in `_layer_rule.py`.
 
-    NOTE [orders] in `_layer_rule.py` explains the choices.
+    The usual route is "custom_vjp", the `jax.custom_vjp` function of the class. The others are:
 
-    Most calls take the route "custom_vjp": JAX applies the `jax.custom_vjp` function of the class. The others are:
+    | situation                                          | reason                                                      |
+    |----------------------------------------------------|-------------------------------------------------------------|
+    | an argument is a `jax.Ref`                         | "custom_vjp with Refs" has no derivative of second order    |
+    | the class has forward mode                         | a custom_vjp function has no forward mode                   |
+    | the class has a `vmap` method                      | JAX would batch the code of `forward`                       |
+    | the call is within a `backward`                    | JAX may transpose this `backward`, or use forward mode      |
+    | forward mode around reverse mode                   | JAX would apply forward mode to the custom_vjp function     |
+    | jax.linear_transpose, an eager shard_map           | they have no rule for custom_vjp functions                  |
+    | staged and differentiated later, in a block        | JAX traces a fwd rule separately: tensors are packed again  |
+    | staged, differentiated later, closes over arrays   | a custom_vjp function gets all arrays as arguments          |
 
-    | situation                                 | reason                                                       |
-    |-------------------------------------------|--------------------------------------------------------------|
-    | an argument is a `jax.Ref`                | "custom_vjp with Refs" has no derivative of second order     |
-    | the class has forward mode                | a custom_vjp function has no forward mode                    |
-    | the class has a `vmap` method             | JAX would batch the code of `forward`                        |
-    | the call is within a `backward`           | JAX may transpose this `backward`, or use forward mode       |
-    | forward mode around reverse mode          | JAX would apply forward mode to the custom_vjp function      |
-    | jax.linear_transpose, an eager shard_map  | they have no rule for custom_vjp functions                   |
-    | JAX stages the call, to differentiate it  | JAX traces a fwd rule separately, so that it would pack each |
-    |   later, in a block of hooks              |   tensor again                                               |
-    | JAX stages the call, to differentiate it  | a custom_vjp function gets all arrays as arguments           |
-    |   later, and `forward` closes over arrays |                                                              |
-
-    In the first situation of the table, JAX applies a custom_vjp function. In every other situation, JAX applies a
-    `RuleFunction`. On the route "eager", this `RuleFunction` is an `EagerLayer`, which runs `forward` on concrete
-    values. On the route "staged", this `RuleFunction` is a `StagedLayer`. The layer takes the route "staged" if JAX
-    traces a jaxpr, or if a transformation has no rule for custom_vjp functions.
-
-    Raises:
-        TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
+    Without a Ref, the route is "staged" if JAX traces a jaxpr or has no rule for custom_vjp functions, else "eager".
     """
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
@@ -440,17 +408,11 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Check that JAX differentiates no Ref of the call, and that the class has no `vmap` method.
-
-    JAX would not call the `vmap` method in a call with Refs.
-
-    Raises:
-        TypeError: now; or, for a staged call, when JAX differentiates it with respect to a Ref.
-    """
+    """Refuse a derivative of a Ref, and Refs in a class with a `vmap` method, which JAX would not call."""
     refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask, strict=True) if is_one]
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
     if is_deferred:
-        # The error is raised when JAX differentiates the call. The next line reads the Refs, but no code uses the
-        # values that it reads. Therefore the compiled program does not read the Refs for this check.
+        # The error is raised when JAX differentiates the call. No code uses the values, so the compiled program does
+        # not read the Refs for this check.
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

@@ -14,19 +14,14 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of y             = linear map of (residuals; tangents of x), whose transpose is `backward`
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
-Each residual is an input of the layer (x), an output (y) or an intermediate. If `forward` saves an input, the tangent
-of the saved tensor is the tangent of the input. The tangent of a saved input does not change if `forward` also returns
-this input. The tangent of a saved output is the tangent that the rule computes for this output. Suppose that `forward`
-returns one array at two positions, and also saves this array. The tangent of the saved array is then the tangent of the
-output at the last of these positions. An output that is marked non-differentiable is a constant. Every other saved
-tensor is an intermediate. To differentiate an intermediate, JAX differentiates the equations of `forward` that compute
-this intermediate.
+Each residual is an input of the layer (x), an output (y) or an intermediate. A saved input has the tangent of the
+input, also if `forward` returns it. A saved output has the tangent that the rule computes; of an array that `forward`
+returns at two positions, that of the last position. An output that is marked non-differentiable is a constant. Every
+other saved tensor is an intermediate.
 
-`forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
-`forward` is not staged, and sees concrete values. Some calls do not use the `jax.custom_vjp` function of the layer
-class. For example, JAX does not use this `jax.custom_vjp` function if the layer class has forward mode. JAX does not
-use this function either if the call is inside a `backward` that JAX may transpose or differentiate in forward mode. The
-docstring of `_route` in `_layer.py` lists all such calls.
+`forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode it is
+not staged, and sees concrete values. The docstring of `_route` in `_layer.py` lists the calls that do not use the
+custom_vjp function of the class.
 """
 
 from __future__ import annotations
@@ -78,15 +73,12 @@ Values = list[Any]
 class LayerMap(LinearMap):
     """The derivative of a layer: a linear map from tangents of the inputs to tangents of the outputs.
 
-    The map depends on the residuals r. Let B be the pullback (the layer's `backward`, linear in the cotangents c). The
-    map is the transpose of B,
+    The map depends on the residuals r, and is the transpose of the pullback B, which is the layer's `backward`:
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c.
 
-    If the layer class defines a method `jvp`, `jvp` evaluates the linear map. Reverse mode transposes the linear map
-    B^T, and so evaluates the pullback B. Therefore reverse mode calls `backward`, and never transposes it. So reverse
-    mode works even if `backward` is not linear in the cotangents. Forward mode evaluates B^T. So forward mode needs a
-    `jvp`, or a `backward` that is linear in the cotangents.
+    Reverse mode calls `backward`, also if it is not linear in the cotangents. Forward mode evaluates B^T, and so needs
+    a `jvp`, or a `backward` that is linear in the cotangents.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -134,8 +126,7 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # If the layer class does not support forward mode, JAX runs this code only to compute a second derivative.
-            # If `backward` cannot be differentiated, raise an error that says so, instead of the present error.
+            # Without forward mode, this code runs only for a second derivative: the error has to say that.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
             if getattr(error, "__notes__", None):  # a method of the user raised the error
@@ -152,16 +143,13 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # A second derivative differentiates this map with respect to its residuals. This check raises the error of
-        # @once_differentiable. Without the check, JAX would silently differentiate the linear map.
+        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
+        # silently, in spite of @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
     def _unpacked(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Return the residuals, in which each packed tensor is unpacked when it is first read.
-
-        In a compiled program, XLA waits for the cotangents before it unpacks.
-        """
+        """Unpack each packed tensor when it is first read; in a compiled program, XLA waits for the cotangents."""
         if self.packed is None:
             return residuals
         n = self.packed.n_arrays
@@ -169,7 +157,7 @@ class LayerMap(LinearMap):
 
 
 class _Unpacked(Sequence[Any]):
-    """The residuals of a layer; the first `n_packed` residuals are unpacked when they are read."""
+    """The residuals of a layer; the first `n_packed` are unpacked when they are read."""
 
     def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
         self.packed, self.n_packed, self.rest = packed, n_packed, rest
@@ -182,7 +170,7 @@ class _Unpacked(Sequence[Any]):
 
 
 class _Source(NamedTuple):
-    """A jaxpr variable from which other variables are computed, with the value and the tangent of the variable."""
+    """A jaxpr variable from which other variables are computed, with its value and its tangent."""
 
     variable: Any
     value: Any
@@ -190,13 +178,11 @@ class _Source(NamedTuple):
 
 
 class CodeMap(LinearMap):
-    """The derivative of the variables `targets` of a jaxpr with respect to the variables `sources` of this jaxpr.
+    """The derivative of the variables `targets` of a jaxpr with respect to its perturbed `sources`.
 
-    A `CodeMap` is a linear map from tangents of the perturbed sources to tangents of the targets. A source is perturbed
-    if it has a nonzero tangent. The residuals of the map are the values of all variables in `sources`. A `CodeMap`
-    computes the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls `jax.jvp`,
-    and `transpose` calls `jax.vjp`. Therefore code that supports only forward mode works in forward mode. Code that
-    supports only reverse mode works in reverse mode. A first derivative in reverse mode calls neither method.
+    It gives the tangents of saved intermediates of `forward`. The residuals are the values of all `sources`. `evaluate`
+    calls `jax.jvp`, and `transpose` calls `jax.vjp`, so that code which supports only one of the two modes works in
+    this mode. A first derivative in reverse mode calls neither method.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -209,7 +195,7 @@ class CodeMap(LinearMap):
         self.types = [tangent_type(v.aval) for v in targets]
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
-        """Return a function that computes `targets` from those sources that have a nonzero tangent."""
+        """Return a function that computes `targets` from the perturbed sources."""
 
         def function(*values: Any) -> Values:
             known = dict(zip(self.sources, merge(self.perturbed, values, residuals), strict=True))
@@ -257,13 +243,11 @@ class StagedLayer(_hooks.LayerFunction):
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        # If this function packs residuals, `without_packing` is a function that computes the same results and packs
-        # nothing. Otherwise `without_packing` is None.
+        # In a copy that packs residuals, the original, which computes the same results and packs nothing.
         self.without_packing: StagedLayer | None = None
         self.n_outputs = len(kept.outputs.types)
-        # The indices of the outputs from which intermediates are computed. Of two outputs that are one variable, the
-        # last counts. An output that is also an input is left out: for the intermediates, this variable has the tangent
-        # of the input.
+        # `with_rule` has the indices of the outputs from which intermediates are computed. An output that is also an
+        # input is left out: for the intermediates, it has the tangent of the input.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
         inputs = set(jaxpr.invars)
@@ -274,11 +258,7 @@ class StagedLayer(_hooks.LayerFunction):
 
     @property
     def outputs_jaxpr(self) -> Any:
-        """The part of the jaxpr that computes the outputs.
-
-        This jaxpr does not return the intermediates. No equation in this jaxpr applies `checkpoint_name` with a name
-        from `saved_names`.
-        """
+        """The part of the jaxpr that computes the outputs, without `checkpoint_name` for `saved_names`."""
         if not self.intermediates:
             return self._jaxpr_without_names
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
@@ -302,16 +282,13 @@ class StagedLayer(_hooks.LayerFunction):
 
     @property
     def is_divisible(self) -> bool:
-        # The method `vmap` of the class batches the whole `forward`, and cannot batch a part of `forward`.
+        # The method `vmap` of the class cannot batch a part of `forward`.
         return super().is_divisible and not self.call.layer._has_vmap_method()
 
     def packing(self) -> StagedLayer:
         """Return a copy of this function whose rule packs residuals.
 
-        If no saved-tensor hooks are active, return this function.
-
-        The JVP rule of the copy applies the original function, and the JVP rule of the original function packs nothing.
-        So a second derivative packs nothing.
+        The rule of the copy applies the original function, so that a second derivative packs nothing.
         """
         if self.call.block is None:
             return self
@@ -320,22 +297,14 @@ class StagedLayer(_hooks.LayerFunction):
         return copied
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        """Compute the outputs, the intermediates and their tangents.
-
-        The saved-tensor hooks pack only under two conditions. This function is a copy that `packing` made, and the
-        differentiation keeps residuals. Forward mode keeps no residuals.
-        """
+        """Pack only in a copy that `packing` made, and not in forward mode, which keeps no residuals."""
         __tracebackhide__ = True
         if self.without_packing is None:
             return self.differentiate(primals, tangents, packs=False)
         return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
-        """Compute the values of the layer and their tangents.
-
-        If `packs` is True, the saved-tensor hooks around the call pack the saved tensors. The linear map that computes
-        the tangents then unpacks these tensors.
-        """
+        """Return the results and their tangents. If `packs`, saved tensors are packed by the hooks around the call."""
         __tracebackhide__ = True
         n = self.n_consts
         if any(t is not None for t in tangents[:n]):
@@ -401,11 +370,7 @@ class StagedLayer(_hooks.LayerFunction):
 def stage_layer(
     call: LayerCall, tensor_types: Sequence[Any], tensors: Sequence[Any] = ()
 ) -> tuple[StagedLayer, Values]:
-    """Stage `forward` for inputs of these types. Return the staged function, and the values that `forward` closes over.
-
-    Raises:
-        TypeError: if `forward` needs concrete values, but an outer transformation differentiates some of the `tensors`.
-    """
+    """Stage `forward` for inputs of these types. Return the staged function, and the closed-over values."""
     __tracebackhide__ = True
     try:
         jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, {})
@@ -430,7 +395,6 @@ def stage_layer(
 
 
 def _check_closed_over(call: LayerCall, consts: Sequence[Any]) -> None:
-    """Raise an error if `forward` closes over a value that JAX differentiates, or over a Ref."""
     for const in consts:
         if is_differentiated(const):
             raise call.closed_over_error()
@@ -446,14 +410,11 @@ def _stage_forward(
 ) -> tuple[Any, Values, tuple[SavedContext, list[int]]]:
     """Trace `forward` to a jaxpr that returns its outputs, and the intermediate values that it saves for `backward`.
 
-    The residuals are entries of [inputs, *results].
-
-    `axes_of_output` maps the index of an output to mesh axes. The jaxpr makes the output at this index vary over these
-    mesh axes. The docstring of `_missing_axes` gives the reason.
+    `axes_of_output` maps the index of an output to the mesh axes over which it has to vary: see `_missing_axes`.
 
     Returns:
         The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
-        residuals.
+        residuals in [inputs, *results].
     """
     __tracebackhide__ = True
     axes = frozenset[Any]().union(*axes_of_output.values())
@@ -464,8 +425,8 @@ def _stage_forward(
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
-        # Each staged input is a distinct tracer, even if the caller passed one array twice. So Python's `id` identifies
-        # each residual.
+        # Each staged input is a distinct tracer, even if the caller passed one array twice, so `id` identifies each
+        # residual.
         known = {id(x) for x in (*inputs, *outputs)}
         intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
         values = [*outputs, *intermediates]
@@ -482,7 +443,7 @@ def _stage_forward(
 
 
 def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:
-    """Return a dict from each variable that `forward` computes and saves under a name, to this name."""
+    """Map each variable that `forward` computes and saves under a name to this name."""
     if call.layer._has_vmap_method():
         return {}
     names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
@@ -494,16 +455,12 @@ def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positio
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
-    """Find the outputs that must vary over more mesh axes.
+    """Map the index of each output that must vary over more mesh axes to the set of these axes.
 
-    Return a dict that maps the index of an output to the set of mesh axes over which the output must also vary.
-
-    Suppose that, within a shard_map, an input x varies over a mesh axis, and an output y depends on no input that
-    varies over it. Then JAX sums the cotangent of y over the devices along the axis. From this sum, `backward` would
-    compute a wrong gradient of x: see NOTE [all outputs are batched] in `_jax/rule_function.py`. So y is made to vary.
-    Each device then has its own cotangent. An output may depend on an input that varies over the axis, although the
-    output itself does not vary. Then `forward` reduced the output over the axis. It stays the same on all devices.
-    tests: devices/test_shard_map.py
+    In a shard_map, suppose that an input x varies over a mesh axis, and an output y depends on no such input. JAX would
+    sum the cotangent of y over the axis, and `backward` would compute a wrong gradient of x: see NOTE [all outputs are
+    batched] in `_jax/rule_function.py`. So y is made to vary. An output that depends on such an input, but does not
+    vary, was reduced by `forward`, and stays the same on all devices. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
@@ -541,20 +498,15 @@ class EagerLayer(RuleFunction):
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def _run_unstaged(self, primals: Values, needs: list[bool]) -> ForwardResult | None:
-        """Run `forward` without staging; return None if `forward` has to be staged.
-
-        `forward` runs if its inputs are concrete. Staging is also unnecessary in a `jax.vmap` that JAX does not
-        differentiate, if the class has both `vmap` and `setup_context`.
-        """
+        """Run `forward` without staging, or return None if it has to be staged."""
         __tracebackhide__ = True
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):
             return call.run_on_values(primals, needs)
         has_two_parts = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
         if has_two_parts and not any(map(is_differentiated, primals)):
-            # `forward` may be NumPy code of a class without `host`, which JAX cannot stage. Only the `vmap` of the
-            # class can batch it. So compute the outputs with `vmap`. Then call `setup_context` with the inputs and the
-            # outputs, so that it saves values for `backward`.
+            # `forward` may be NumPy code of a class without `host`, which JAX cannot stage, and only `vmap` can batch.
+            # So `vmap` computes the outputs, and `setup_context` gets them, to save values for `backward`.
             values = apply(self, primals)  # sets `call.outputs`, which `in_containers` reads
             output = call.in_containers(values)
             return call.run_forward(primals, needs, layer._setup_with(output))
@@ -573,7 +525,7 @@ class EagerLayer(RuleFunction):
 class EagerBatch(UnstagedBatch):
     """A function that runs the `vmap` method of a layer class on a batch, without staging.
 
-    The inner function is an `EagerLayer`; with nested `jax.vmap`, it is another `EagerBatch`.
+    With nested `jax.vmap`, the inner function is another `EagerBatch`.
     """
 
     inner: EagerLayer | EagerBatch
@@ -599,7 +551,6 @@ class EagerBatch(UnstagedBatch):
 def _outputs_and_tangents(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
 ) -> tuple[Values, Values]:
-    """Return the outputs of a run of `forward`, and their tangents, computed from the tangents of the inputs."""
     __tracebackhide__ = True
     needs = [t is not None for t in tangents]
     linear, outputs, residuals = linearize(call, run, inputs, needs, packs)
@@ -610,10 +561,7 @@ def _outputs_and_tangents(
 def linearize(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
 ) -> tuple[LayerMap, Values, Values]:
-    """Linearize a run of `forward`: return the linear map, the outputs, and the residuals that the linear map reads.
-
-    If `packs` is True, the active saved-tensor hooks pack those residuals that are saved tensors.
-    """
+    """Return the linear map of a run of `forward`, the outputs, and the residuals of the map, packed if `packs`."""
     __tracebackhide__ = True
     kept = run.kept
     if not any(kept.outputs.has_tangent):
@@ -640,7 +588,6 @@ class _Saved(NamedTuple):
 
 
 def _packed(call: LayerCall, run: ForwardResult, inputs: Sequence[Any]) -> _Saved:
-    """Pack the tensors that `ctx.save_for_backward` got."""
     n = run.kept.n_saved
     names = call.residual_names(run.kept, len(run.residuals))
     title = f"{call.name}, saved tensor"
@@ -654,8 +601,8 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
     residuals = list(saved.residuals)
     for i, tensor in enumerate(saved.tensor_of_array):
         x = residuals[i]
-        # The jaxpr of a staged `forward` may already apply `checkpoint_name` to all residuals that are not inputs.
-        # Packed arrays have no name yet.
+        # The jaxpr of a staged `forward` may already name all residuals that are not inputs. Packed arrays have no name
+        # yet.
         is_named = run.kept.has_names and saved.packed is None and not contains(inputs, x)
         if names[tensor] and not is_named and is_tracer(x):
             residuals[i] = checkpoint_name(x, names[tensor])
@@ -666,9 +613,9 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
 
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
-    """Return the name that `saved_names` gives to each residual, or "", for the policies of `jax.checkpoint`."""
+    """Return the name of each residual for the policies of `jax.checkpoint`, or ""."""
     given = call.layer.saved_names
-    if not given or call.layer.host is True:  # see `_name` in `_host_layer.py`
+    if not given or call.layer.host is True:  # see `_name_for_policies` in `_host_layer.py`
         return [""] * n_tensors
     if given is not True and len(given) != kept.n_values:
         raise ValueError(

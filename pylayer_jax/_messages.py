@@ -1,7 +1,4 @@
-"""Makes texts for error messages, such as descriptions of values, source lines and hints. Defines error classes.
-
-This module also lists the variables that a function closes over.
-"""
+"""Makes texts for error messages, and defines error classes. Also lists the variables that a function closes over."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from ._jax.types import is_tensor
 
 
 def describe(value: Any) -> str:
-    """Return the text that shows a value in a message: the type, and the dtype and shape of a tensor."""
     if is_tensor(value):
         return f"{type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
     return f"{value!r} of type {type(value).__name__}" if len(repr(value)) < 60 else type(value).__name__
@@ -46,10 +42,7 @@ def innermost(function: Any) -> Any:
 
 
 def closed_over(function: Any) -> dict[str, Any]:
-    """Return the names and values of the variables that `innermost(function)` closes over.
-
-    Default values of parameters, and arguments that a `functools.partial` binds, count as closed-over values.
-    """
+    """Return the variables that `innermost(function)` closes over, and its default and bound arguments, by name."""
     values: dict[str, Any] = {}
     inner: Any = innermost(function)
     code: Any = getattr(inner, "__code__", None)
@@ -68,7 +61,7 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return a dict of the values that a function closes over, or of the attributes of an object, or of both."""
+    """Return the values that a function closes over, and the attributes of an object."""
     found = closed_over(value) if callable(value) else {}
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
     if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
@@ -86,7 +79,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the tensors in a value: the value itself, or tensors in a list, tuple or dict."""
+    """Return the value itself if it is a tensor, or the tensors in a list, tuple or dict."""
     if type(value) not in (list, tuple, dict):
         return [value] if is_tensor(value) else []
     return [x for x in jax.tree.leaves(list(value.values()) if type(value) is dict else value) if is_tensor(x)]
@@ -99,10 +92,7 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
 
 
 def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
-    """Add a note that says which method of a layer raised the error.
-
-    If `layer` is empty, `method` is the name of a hook, and the note names this hook.
-    """
+    """Add a note that says which method of a layer, or which hook if `layer` is empty, raised the error."""
     note = f"This happened in {layer and layer + '.'}{method}{where}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
@@ -217,7 +207,7 @@ _KEYWORDS: Final = {
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
-    """Return advice about an error in a layer's method or in a hook, or an empty string if there is no advice."""
+    """Return advice about an error in a layer's method or in a hook, or an empty string if there is none."""
     if isinstance(error, NEEDS_VALUES) or "concrete values" in str(error):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. A flag or a size has to "
@@ -280,8 +270,7 @@ def _hint_for_attribute(error: AttributeError) -> str:
         is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
     else:
         is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # If code sets an attribute of a tracer in Python 3.11, the attributes `name` and `obj` of the AttributeError are
-    # None.
+    # If code sets an attribute of a tracer, the error's `name` and `obj` are None in Python 3.11.
     written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
     name = (error.name if is_numeric else None) or (written and written[1])
     if not name:
@@ -321,16 +310,12 @@ class HostBackwardError(OnceDifferentiableError):
 
 
 def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
-    """Return the error that a second derivative raises if the `backward` of a layer class has no derivative.
-
-    Return None for other classes.
-    """
+    """Return the error that a second derivative raises if `backward` has no derivative, or None."""
     has_no_derivative = hasattr(layer.backward, "second_derivative_error") or layer.host is True
     return second_derivative_error(layer) if has_no_derivative else None
 
 
 def second_derivative_error(layer: Any) -> OnceDifferentiableError:
-    """Return the error for a `backward` that is decorated with @once_differentiable, or that is NumPy code."""
     make_error = getattr(layer.backward, "second_derivative_error", None)
     return HostBackwardError(layer.__qualname__) if make_error is None else make_error()
 

@@ -6,9 +6,8 @@
     >>> skeleton.fill([jnp.zeros(3)])
     {'w': Array([0., 0., 0.], dtype=float32), 'act': <...tanh...>, 'n': 2}
 
-A tensor is a leaf for which `is_tensor` in `_jax/types.py` is True. The other leaves are called *statics*. The skeleton
-is the pytree without its tensors. The skeleton stores each leaf that is not a tensor unchanged. It never compares or
-hashes these leaves.
+A tensor is a leaf for which `is_tensor` in `_jax/types.py` is True. The other leaves are *statics*, which the skeleton
+stores unchanged, and never compares or hashes.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        """Whether the tree is a container, such as a tuple, and not a single leaf.
-
-        None and an empty list count as containers too.
-        """
+        """Whether the tree is a container, such as a tuple, None or an empty list, and not a leaf."""
         return self.treedef.num_nodes > 1 or not self.leaves or type(self.leaves[0]) is _Dict
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
@@ -72,7 +68,8 @@ class Skeleton:
     def without_statics(self, tensors: Sequence[Any]) -> Any:
         """Rebuild the tree from `tensors`, with None in place of every static.
 
-        If `tensors` are None or numbers, and a class accepts arrays only, one of them stands for the whole tree.
+        If a class accepts arrays only, and the `tensors` are equal numbers or None, one of them stands for the whole
+        tree.
         """
         try:
             return self.fill(tensors, lambda _: None)
@@ -92,7 +89,6 @@ class Skeleton:
         return found
 
     def statics(self) -> list[Any]:
-        """Return all leaves that are not tensors, in flattening order."""
         found: list[Any] = []
         for leaf in self.leaves:
             if type(leaf) is _Dict:
@@ -115,15 +111,10 @@ class Skeleton:
         return found
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the values in `tree` at those positions where this skeleton has a tensor.
+        """Return the values in `tree` at the positions of the tensors of this skeleton.
 
-        `tree` must have the same structure as the skeleton.
-
-        `tree` may also be None. If this skeleton describes a container of one array, such as `flax.nnx.Param`, `tree`
-        may also be a bare array.
-
-        Raises:
-            ValueError: if `tree` has another structure.
+        `tree` may be None, or a bare array for a container of one array, such as `flax.nnx.Param`. Another structure
+        raises a ValueError.
         """
         if tree is None:
             return [None] * self.size
@@ -153,7 +144,7 @@ class Skeleton:
 
 
 class _Dict:
-    """The skeleton of a dict within a pytree. The keys of the dict keep their order, and need not be sortable."""
+    """The skeleton of a dict within a pytree. The keys keep their order, and need not be sortable."""
 
     __slots__ = ("children", "keys", "like")
 
@@ -197,10 +188,7 @@ def _is_dict(_: Any, node: Any) -> bool:
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
-    """Split a pytree into a list of its tensors and a `Skeleton`, which is the pytree without these tensors.
-
-    A leaf is a tensor if `predicate` returns True for it. The list is in flattening order.
-    """
+    """Split a pytree into its tensors, the leaves for which `predicate` is True, and the `Skeleton` without them."""
     if type(tree) is not tuple:
         if predicate(tree):
             return [tree], LEAF
@@ -211,7 +199,7 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
 
 def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
-    """Return the `Skeleton` of a tree (the tree without its tensors), and append the tensors to the list `tensors`."""
+    """Return the `Skeleton` of a tree, and append its tensors to the list `tensors`."""
     if predicate(tree):
         tensors.append(tree)
         return LEAF
@@ -230,19 +218,14 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
 
 
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:
-    """Return whether two trees have different leaves or different nodes.
-
-    Each argument is the result of `split` for one tree.
-
-    The leaves are compared by identity, so no array is read.
-    """
+    """Return whether two results of `split` differ in leaves, compared by identity, or in nodes."""
     leaves = [[*tensors, *skeleton.statics()] for tensors, skeleton in (before, after)]
     same = len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))
     return not same or not before[1].has_structure_of(after[1])
 
 
 class WeakTable:
-    """A table whose keys are objects. The table compares keys by identity, and keeps no key alive."""
+    """A table whose keys are objects. It compares keys by identity, and keeps no key alive."""
 
     __slots__ = ("_entries",)
 
