@@ -14,8 +14,9 @@ import numpy as np
 
 from ._call import ForwardResult, LayerCall
 from ._jax.jaxprs import evaluate_jaxpr
-from ._jax.rule_function import apply, as_batched_as, forbid_derivative, merge, select
+from ._jax.rule_function import apply, as_batched_as, merge, select
 from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
+from ._jax.transparency import forbid_derivative
 from ._jax.types import as_arrays, explicit_sharding, is_ref, types_of
 from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
 from ._messages import once_differentiable_error, source_of
@@ -46,15 +47,6 @@ class TracedCall:
             self.staged[key] = staged
         return staged, consts
 
-    def evaluate(self, tensors: Sequence[Any]) -> Values:
-        """Return the outputs of a call that JAX does not differentiate."""
-        __tracebackhide__ = True
-        staged, consts = self.stage(tensors)
-        # JAX batches `forward` and the fwd rule separately, and assumes equal batch axes. If they differed, JAX would
-        # silently exchange axes of equal size. The fwd rule applies a `RuleFunction`, so these outputs get its batch
-        # axes: see NOTE [all outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
-        return as_batched_as(tensors, evaluate_jaxpr(staged.outputs_jaxpr, *consts, *tensors))
-
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply the staged `forward`. In a fwd rule (`in_rule`), a derivative of `tensors` is a second derivative."""
         __tracebackhide__ = True
@@ -67,9 +59,16 @@ jax.tree_util.register_static(TracedCall)
 
 def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
+    call, needs = traced_call.call, [False] * len(tensors)
+    if call.arguments.has_refs:
+        return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
-        return tuple(traced_call.call.run_on_values(as_arrays(tensors), [False] * len(tensors)).outputs)
-    return tuple(traced_call.evaluate(tensors))
+        return tuple(call.run_on_values(as_arrays(tensors), needs).outputs)
+    staged, consts = traced_call.stage(tensors)
+    # JAX batches `forward` and the fwd rule separately, and assumes equal batch axes. If they differed, JAX would
+    # silently exchange axes of equal size. The fwd rule applies a `RuleFunction`, so these outputs get its batch axes:
+    # see NOTE [all outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
+    return tuple(as_batched_as(tensors, evaluate_jaxpr(staged.outputs_jaxpr, *consts, *tensors)))
 
 
 def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -116,25 +115,18 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     __tracebackhide__ = True
     traced_call, arrays = residuals[0], residuals[1:]
     number = arrays[-1].shape[0] if traced_call.is_deferred else 0
-    given = [None if _is_zero(c) else c for c in cotangents]
+    # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
+    is_zero = [isinstance(c, SymbolicZero) or getattr(c, "dtype", None) == jax.dtypes.float0 for c in cotangents]
+    given = [None if zero else c for zero, c in zip(is_zero, cotangents, strict=True)]
     gradients = traced_call.maps[number].gradients(arrays[: traced_call.maps[number].n_residuals], given)
     batched = next((c for c in given if is_batched(c)), None)
-    if batched is not None:
-        gradients = _batched_like(batched, gradients)
-    return None, *gradients
-
-
-def _batched_like(cotangent: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Make each gradient batched: JAX would not sum one without a batch axis over the examples."""
-    # See NOTE [all outputs are batched] in `_jax/rule_function.py`. `jnp.where` is batched like its condition.
-    has_entry = cotangent.size and explicit_sharding(cotangent) is None  # JAX cannot index along an explicit mesh axis
-    condition = (cotangent[(0,) * cotangent.ndim] if has_entry else jnp.sum(cotangent)) == 0  # any bool that is batched
-    return [g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
-
-
-def _is_zero(cotangent: Any) -> bool:
-    # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
-    return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
+    if batched is None:
+        return None, *gradients
+    # JAX would not sum a gradient without a batch axis over the examples: see NOTE [all outputs are batched] in
+    # `_jax/rule_function.py`. `jnp.where` is batched like its condition, which is any bool that is batched.
+    has_entry = batched.size and explicit_sharding(batched) is None  # JAX cannot index along an explicit mesh axis
+    condition = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
+    return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
 
 
 # -- calls with a Ref --------------------------------------------------------------------------------------
@@ -143,11 +135,6 @@ def _is_zero(cotangent: Any) -> bool:
 # recognize that a residual of the fwd rule is an argument Ref. It does not stage `forward`, since the primitives of
 # this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`,
 # and ignore `backward`.
-
-
-def _primal_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
-    __tracebackhide__ = True
-    return tuple(traced_call.call.run_forward(as_arrays(tensors), [False] * len(tensors)).outputs)
 
 
 def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -189,7 +176,7 @@ def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]
     functions = _custom_vjps.setdefault(layer, {})
     if takes_refs not in functions:
         name, source = layer.__qualname__, source_of(layer.__qualname__, layer.forward)
-        rules = (_primal_with_ref, _fwd_with_ref, _bwd) if takes_refs else (_primal, _fwd, _bwd)
+        rules = _primal, _fwd_with_ref if takes_refs else _fwd, _bwd
         primal, fwd, bwd = (_named_copy(rule, name, source) for rule in rules)
         function = jax.custom_vjp(primal)
         function.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)

@@ -43,7 +43,6 @@ from ._jax.rule_function import (
     LinearMap,
     OutDims,
     RuleFunction,
-    UnstagedBatch,
     apply,
     apply_linear,
     merge,
@@ -335,9 +334,9 @@ class StagedLayer(_hooks.LayerFunction):
         nonzero = [source.tangent for source in sources if source.tangent is not None]
         return scatter(apply_linear(CodeMap(self.name, self.jaxpr, sources, targets), residuals, nonzero), is_target)
 
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # JAX transposes `forward` if the `backward` of another layer applies this layer.
-        return transpose_jaxpr(f"{self.name}.forward", self.jaxpr, args, cotangents)
+        return transpose_jaxpr(f"{self.name}.forward", jaxpr, args, cotangents)
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         if not self.call.layer._has_vmap_method() or all(d is None for d in dims):
@@ -346,8 +345,7 @@ class StagedLayer(_hooks.LayerFunction):
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            structure, values = self.call.run_vmap(axis, dims[n:], args[n:])
-            outputs = self.call.match_batch(axis, structure, values, self.kept.outputs)
+            outputs = self.call.run_vmap(axis, dims[n:], args[n:], self.kept.outputs)
 
             def intermediates(*known: Any) -> Values:
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
@@ -489,7 +487,8 @@ class EagerLayer(RuleFunction):
         packs = _hooks.keeps_residuals(tangents)  # this depends on JAX's trace, which the next line leaves
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
-            run = self._run_unstaged(primals, [t is not None for t in tangents])
+            is_concrete = not any(map(is_tracer, primals))
+            run = self.call.run_on_values(primals, [t is not None for t in tangents]) if is_concrete else None
         if run is None:
             staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
             n = staged.n_outputs
@@ -497,55 +496,12 @@ class EagerLayer(RuleFunction):
             return values[:n], found[:n]
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
-    def _run_unstaged(self, primals: Values, needs: list[bool]) -> ForwardResult | None:
-        """Run `forward` without staging, or return None if it has to be staged."""
-        __tracebackhide__ = True
-        call, layer = self.call, self.call.layer
-        if not any(map(is_tracer, primals)):
-            return call.run_on_values(primals, needs)
-        has_two_parts = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
-        if has_two_parts and not any(map(is_differentiated, primals)):
-            # `forward` may be NumPy code of a class without `host`, which JAX cannot stage, and only `vmap` can batch.
-            # So `vmap` computes the outputs, and `setup_context` gets them, to save values for `backward`.
-            values = apply(self, primals)  # sets `call.outputs`, which `in_containers` reads
-            output = call.in_containers(values)
-            return call.run_forward(primals, needs, layer._setup_with(output))
-        return None
-
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         __tracebackhide__ = True
-        if self.call.layer._has_vmap_method() and any(d is not None for d in dims):
-            return EagerBatch(self, axis, dims), [], None
         staged, consts = stage_layer(self.call, self.call.arguments.types)
         all_dims, all_types = [*(None for _ in consts), *dims], [*map(typeof, consts), *types]
         batched, more, out_dims = staged.packing().batch(axis, all_dims, all_types)
         return batched, [*more, *consts], out_dims
-
-
-class EagerBatch(UnstagedBatch):
-    """A function that runs the `vmap` method of a layer class on a batch, without staging.
-
-    With nested `jax.vmap`, the inner function is another `EagerBatch`.
-    """
-
-    inner: EagerLayer | EagerBatch
-
-    def run(self, *args: Any) -> Values:
-        __tracebackhide__ = True
-        if isinstance(self.inner, EagerBatch):
-            return super().run(*args)
-        call = self.inner.call
-        call.outputs, values = call.run_vmap(self.axis, self.dims, as_arrays(args))
-        with contextlib.suppress(*NEEDS_VALUES):  # host code cannot be staged, to compare its outputs with `forward`'s
-            staged, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
-            values = call.match_batch(self.axis, call.outputs, values, staged.kept.outputs)
-            call.outputs = staged.kept.outputs
-        return values
-
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
-        if all(d is None for d in dims):  # stage the layer: only its jaxpr shows whether it uses the axis by name
-            return RuleFunction.batch(self, axis, dims, types)
-        return EagerBatch(self, axis, dims), [], None
 
 
 def _outputs_and_tangents(
@@ -615,7 +571,7 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
     """Return the name of each residual for the policies of `jax.checkpoint`, or ""."""
     given = call.layer.saved_names
-    if not given or call.layer.host is True:  # see `_name_for_policies` in `_host_layer.py`
+    if not given or call.layer.host is True:  # see `run_forward` in `_host_layer.py`
         return [""] * n_tensors
     if given is not True and len(given) != kept.n_values:
         raise ValueError(

@@ -24,6 +24,7 @@ import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
+    evaluate_jaxpr,
     has_equation,
     inner_jaxprs,
     is_literal,
@@ -39,8 +40,6 @@ from pylayer_jax._jax.rule_function import (
     Values,
     apply,
     apply_linear,
-    is_mark,
-    leave_mark,
     merge,
     payload_of,
     rule_function_p,
@@ -68,6 +67,7 @@ from pylayer_jax._jax.traces import (
     whole_batch,
     without_pass_through,
 )
+from pylayer_jax._jax.transparency import Identity
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 from pylayer_jax._trees import WeakTable
 
@@ -89,7 +89,6 @@ from .residuals import (
 
 # -- facts per operation ---------------------------------------------------------------------------------
 
-_MARK: Final = "hooks_block"  # marks staged code that enters a block while another block is open
 _PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, None)  # see NOTE [names made once]
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", rule_function_p.name)
 
@@ -250,12 +249,14 @@ class HookedOperation(RuleFunction):
             return UnstagedBatch(self, axis, dims), [], None
         return super().batch(axis, dims, types)
 
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """Transpose code that contains a block of hooks, for `jax.linear_transpose`."""
         missing = [x is None for x in args]
-        types = [v.aval for v in self.jaxpr.invars]
-        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
-        transposed = jax.linear_transpose(lambda *xs: self.run(*merge(missing, xs, args)), *select(types, missing))
+        types = [v.aval for v in jaxpr.invars]
+        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
+        transposed = jax.linear_transpose(
+            lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
+        )
         return scatter(transposed(given), missing)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -415,7 +416,10 @@ class Outcome(enum.Enum):
 
 
 def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
-    if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
+    inner = inner_jaxprs(operation.params)
+    # A Ref that a jaxpr closes over is not an operand of the equation that has the jaxpr as a parameter.
+    closes_over_ref = any(not isinstance(v.aval, ShapedArray) for jaxpr in inner for v in jaxpr.constvars)
+    if closes_over_ref or any(map(_holds_block, inner)):
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
     if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args, pair):
@@ -438,10 +442,12 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
     # After a scan, JAX would have stacked the unpacked residuals of all iterations. And `only` and `by_name` read the
     # origin of a tensor, which names an operation inside a jitted function of the user.
-    if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
+    differentiated = [x for x in examples if isinstance(x, REVERSE.tracer)]
+    is_staged_below = any(map(is_staged, [*examples, *[x.primal for x in differentiated]]))
+    if not (operation.is_jitted or operation.kind == "scan") or not is_staged_below:
         return False
-    if any(map(_is_differentiated_twice, examples)):  # residuals packed within a scan have no second derivative
-        return False
+    if any(is_differentiated(x.primal) for x in differentiated):
+        return False  # residuals packed within a scan have no second derivative
     if operation.kind == "scan":
         return True
     facts = _facts_of(operation.params)
@@ -464,23 +470,16 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
     return False
 
 
-def _is_staged_below(example: Any) -> bool:
-    return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
+class _BlockMark(Identity):
+    """Marks staged code that enters a block while another block is open."""
 
-
-def _is_differentiated_twice(example: Any) -> bool:
-    return isinstance(example, REVERSE.tracer) and is_differentiated(example.primal)
-
-
-def _closes_over_ref(jaxpr: Any) -> bool:
-    # Such a Ref is not an operand of the equation that has the jaxpr as a parameter.
-    return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
+    name = "hooks_block"
 
 
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a nested block was entered while JAX staged this jaxpr."""
     for equation in jaxpr.eqns:
-        if equation.primitive is rule_function_p and is_mark(payload_of(equation), _MARK):
+        if equation.primitive is rule_function_p and isinstance(payload_of(equation), _BlockMark):
             return True
         if any(map(_holds_block, inner_jaxprs(equation.params))):
             return True
@@ -509,18 +508,23 @@ class ValueRecord(NamedTuple):
 class BlockTrace(PassThroughTrace):
     """The current trace in a block of hooks, to which JAX passes each operation."""
 
-    __slots__ = ("block", "entry", "is_staging", "outer", "records")
+    __slots__ = ("block", "entry", "is_staging", "outer", "records", "within")
 
-    def __init__(self, pair: Pair, entry: Any = None) -> None:
+    def __init__(self, pair: Pair, entry: Any = None, within: Sequence[Any] = ()) -> None:
         trace = current_trace()
         super().__init__(
             without_pass_through(trace)
         )  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = trace if isinstance(trace, BlockTrace) else None
-        self.entry = entry  # source information of the block's entry, if `only` or `by_name` needs it
+        self.entry = entry  # source information of the block's entry, if `only`, `by_name` or the report needs it
+        self.within = within  # source information of the loops around, since that of an operation begins in the body
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
         self.records = WeakTable()  # value -> `ValueRecord`; for other values see `record_of`
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        return (*self.within, current()) if self.entry else ()
 
     @property
     def pair(self) -> Pair:
@@ -584,7 +588,8 @@ class BlockTrace(PassThroughTrace):
                 return operation.bind(*args)
             self.block.check_task()
             records = list(map(self.record_of, args))
-            origin = self._origin_of(operation)
+            layer = operation.layer
+            origin = Origin("" if layer else operation.name, layer, sources=self.sources, block=self.entry)
             values = self._bind(operation, args, records, origin)
         self._record_results(operation, args, records, origin, values)
         return values
@@ -637,7 +642,7 @@ class BlockTrace(PassThroughTrace):
             records = [*records[:n_consts], *carry, *records[n_consts + n_carry :]]
 
         def body(*args: Any) -> tuple[list[Any], None]:
-            trace = BlockTrace(self.pair, self.entry)
+            trace = BlockTrace(self.pair, self.entry, origin.sources)
             for x, record in zip(args, records, strict=True):
                 trace.set_record([x], record._replace(equation=None))  # whose arrays are not available in the body
             trace.block.enter()
@@ -672,11 +677,6 @@ class BlockTrace(PassThroughTrace):
         if self.outer is not None and record.place is not Place.OUTSIDE:
             self.outer.set_record(values, record)
 
-    def _origin_of(self, operation: Operation) -> Origin:
-        layer = operation.layer
-        sources = (current(),) if self.entry else ()
-        return Origin("" if layer else operation.name, layer, sources=sources, block=self.entry)
-
     def _record_results(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
     ) -> None:
@@ -693,7 +693,8 @@ class BlockTrace(PassThroughTrace):
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
                 # In eager mode, an operand of a sum may be the last reference to an array.
                 is_sum = sum([not is_number(x) for x in args]) > 1
-                leaves = list(map(_reference, args)) if is_sum and not self.is_staging else args
+                is_weak = is_sum and not self.is_staging
+                leaves = [weakref.ref(x) if is_weak and is_tracer(x) else x for x in args]
                 equation = operation.equation(_inputs(leaves, records), values[0])
         if place is Place.BLOCK and operation.holds_code and reads_origins(self.pair):
             given, names = [r.origin for r in records], names_of_equations(inner_jaxprs(operation.params))
@@ -709,10 +710,6 @@ def _inputs(leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
     """Replace operands by their equations, unless the chain would become too long."""
     is_short = [record.equation is not None and record.equation.depth < MOST_EQUATIONS for record in records]
     return [r.equation if short else x for x, r, short in zip(leaves, records, is_short, strict=True)]
-
-
-def _reference(x: Any) -> Any:
-    return weakref.ref(x) if is_tracer(x) else x
 
 
 _OUTSIDE: Final = ValueRecord(Place.OUTSIDE)
@@ -801,7 +798,7 @@ def _has_backward(jaxpr: Any) -> bool:
 def enter_block(pair: Pair) -> Block:
     """Enter a block of a pair. The caller has to leave it."""
     if innermost_block() is not None and not isinstance(current_trace(), BlockTrace):
-        leave_mark(_MARK)  # so that no enclosing operation packs: only the innermost pair applies
+        apply(_BlockMark(()), ())  # so that no enclosing operation packs: only the innermost pair applies
     if active.value is OFF or nothing_is_traced():
         return Block(pair).enter()
     return BlockTrace(pair, current() if reads_origins(pair) else None).block.enter()
@@ -869,7 +866,7 @@ def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool)
     if trace is None:  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [], is_exact)
     records = [trace.record_of(whole_batch(x)) for x in operands]
-    origin = Origin(layer=layer, sources=(current(),) if trace.entry else (), block=trace.entry)
+    origin = Origin(layer=layer, sources=trace.sources, block=trace.entry)
     is_left = list(map(trace.is_left_unpacked, records))
     return LayerBlock(pair, origin, [r.origin for r in records], is_left, is_exact)
 

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, is_users, jaxpr_and_consts, scan_counts, stage
 from pylayer_jax._jax.rule_function import (
     BatchedFunction,
-    Identity,
-    PartialFunction,
     RuleFunction,
     Values,
     apply,
@@ -33,6 +31,7 @@ from pylayer_jax._jax.rule_function import (
     payload_of_params,
     rule_function_p,
 )
+from pylayer_jax._jax.transparency import Identity, PartialFunction
 
 from .pack import PACK_SCOPE, Origin
 from .primitives import JITTED, ROWS

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import frames_between, scopes_between
-from pylayer_jax._jax.rule_function import forbid_derivative, with_tangent
+from pylayer_jax._jax.rule_function import with_tangent
 from pylayer_jax._jax.traces import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
+from pylayer_jax._jax.transparency import forbid_derivative
 from pylayer_jax._jax.types import (
     as_array,
     as_arrays,

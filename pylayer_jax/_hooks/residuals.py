@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, with_users_line
-from pylayer_jax._jax.rule_function import apply, barrier, merge, select, with_tangent
+from pylayer_jax._jax.rule_function import apply, merge, select, with_tangent
 from pylayer_jax._jax.traces import (
     PassThroughTrace,
     current_trace,
@@ -40,6 +40,7 @@ from pylayer_jax._jax.traces import (
     whole_batch,
     without_pass_through,
 )
+from pylayer_jax._jax.transparency import barrier
 from pylayer_jax._jax.types import (
     as_arrays,
     has_tangent,
@@ -295,10 +296,6 @@ class _Remembered(NamedTuple):
     owner: Callable[[], Any]
     residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
     name: str  # the name of the tensor
-
-
-def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
-    return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
 
 
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
@@ -635,6 +632,10 @@ class _Packer:
 
     def remember(self, behind: Sequence[Any], owner: PackedResiduals) -> None:
         """Store in the pair how each tensor and output is kept, for as long as `owner` exists."""
+
+        def weakly_held(function: Any, inputs: list[Any]) -> Residual:
+            return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
+
         trace, done = weakref.ref(current_trace()), dict[int, Any]()
         self.pair.n_recomputed[self._is_program] += len(self._derived.keys() & self._tensors.keys())
         for x in (*self._chosen.values(), *self._derived.values(), *behind):
@@ -643,7 +644,7 @@ class _Packer:
                 continue
             is_unpacked = id(x) in self._chosen and not isinstance(residual, Residual)
             name = self._origin_of(x).name if is_unpacked else ""  # `_recall` compares it
-            weak = fold(residual, reference, _with_weak_hook, done)
+            weak = fold(residual, reference, weakly_held, done)
             self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
     def further_residuals(self) -> list[Any]:
@@ -653,12 +654,11 @@ class _Packer:
         recomputed_ = {id(x): x for x, _ in self._tensors.values() if id(x) in self._derived and np.ndim(x)}
         shown = [*recomputed_.values(), *self._chosen.values()]
         hidden = [x for x in shown if isinstance(self.get(x), Residual)]
-        sources = {key: self._names_of_sources(self.get(x)) for key, x in recomputed_.items()}
+        sources: dict[int, str] = {}
+        for key, residual in ((key, self.get(x)) for key, x in recomputed_.items()):
+            names = [self.pair.names.get(x) for x in (*_functions_of(residual), *leaves_of(residual))]
+            sources[key] = ", ".join(dict.fromkeys(name for name in names if name)) or "inputs"
         return [*_marks(self.packing, shown, sources), *_largest(hidden)]
-
-    def _names_of_sources(self, residual: Any) -> str:
-        names = [self.pair.names.get(x) for x in (*_functions_of(residual), *leaves_of(residual))]
-        return ", ".join(dict.fromkeys(name for name in names if name)) or "inputs"
 
 
 def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]]], int]:

@@ -4,12 +4,11 @@
     y:f32[3] n:u32[2] = host_call[name=Erf.forward] device x
 
 NOTE [host calls]
-`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, JAX needs a thread for
-this copy. The thread comes from the same pool as the threads that run the callbacks. So a program deadlocks if many
-callbacks with large arrays run at once. For example, in jax 0.10 a program deadlocks if it calls `pure_callback` with
-arrays of 16 MiB on 4 devices. Therefore, on CPU, functions run in a `buffer_callback`, which reads an array in place.
-Other devices have separate threads for callbacks. `buffer_callback` does not support several devices, so a shard_map
-calls it on the first device and sends the results to the others. tests: devices/test_sharded_hooks.py
+`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, the copies and the
+callbacks share a pool of threads, so a program deadlocks if many callbacks with large arrays run at once. An example in
+jax 0.10 is `pure_callback` with arrays of 16 MiB on 4 devices. Therefore, on CPU, functions run in a `buffer_callback`,
+which reads an array in place. It does not support several devices, so a shard_map calls it on the first device and
+sends the results to the others. tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
         return host_call_p.bind(*merge(is_batched, xs, args), payload=function)
 
     if is_staging():
-        # JAX may evaluate the staged code in eager mode later. JAX keeps the compiled program of an eager `jax.lax.map`
-        # forever. When JAX deletes a jitted function, it also deletes the compiled program of this function.
+        # JAX may evaluate the staged code in eager mode later, and keeps the compiled program of an eager `jax.lax.map`
+        # forever. It deletes the program of a jitted function together with the function.
         values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
     else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with the function and all objects that it holds
         results = [one([x[i] for x in batches]) for i in range(axis.size)]
@@ -83,33 +82,27 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
     dtypes = [x.dtype for x in args]
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
-        # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A layer that
-        # runs on the host copies its inputs itself. The `HostFunction` of a host layer has no effects. Therefore this
-        # callback does not copy the buffers of a host layer again.
+        # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A host layer,
+        # whose `HostFunction` has no effects, copies its inputs itself.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
             np.asarray(out)[...] = value
 
-    # XLA may remove a call that has no side effect. For calls of pack hooks, this removal is intentional: see NOTE
-    # [held objects] in `_hooks/host.py`.
+    # XLA may remove an unused call of a pack hook, as it should: see NOTE [held objects] in `_hooks/host.py`.
     results = [jax.ShapeDtypeStruct(t.shape, _in_bytes(t.dtype)) for t in function.results]
     values = buffer_callback(run, results, has_side_effect=False)(*(x.astype(_in_bytes(x.dtype)) for x in args))
     return [x.astype(t.dtype) for x, t in zip(values, function.results, strict=True)]
 
 
 def _in_bytes(dtype: Any) -> Any:
-    """Return a dtype that can represent the same numbers and has at least one byte.
-
-    XLA would pack several int4 numbers into one byte.
-    """
+    """Return a dtype of at least one byte for the same numbers: XLA would pack several int4 numbers into one byte."""
     if jax.dtypes.itemsize_bits(dtype) >= 8:
         return dtype
     return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
 
 
 def _on_first_device(n_devices: int, function: HostFunction, *args: Any) -> list[Any]:
-    """Run the function on the first device only, and send its results to all other devices."""
     mesh = jax.sharding.get_abstract_mesh()
     mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
 
@@ -147,7 +140,7 @@ def _lower(function: HostFunction, context: Any, *args: Any) -> Any:
 
 def _evaluate(function: HostFunction, *args: Any) -> list[Any]:
     with jax.enable_x64(function.has_x64):
-        # Convert arguments to JAX arrays. JAX passes some constants as NumPy numbers whose dtype no JAX array has.
+        # JAX passes some constants as NumPy numbers whose dtype no JAX array has.
         return as_arrays(function.run(*(np.array(jnp.asarray(x)) for x in args)))
 
 

@@ -1,11 +1,11 @@
-"""Functions that stage, inspect, evaluate and lower jaxprs, and functions that read source information of equations."""
+"""Functions that stage, inspect, evaluate and lower jaxprs, and that read source information of equations."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,15 +39,12 @@ for _part in Path(__file__).parents[1].iterdir():
 def stage(
     function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str, arg_names: Sequence[str] = ()
 ) -> tuple[Any, list[Any], Any]:
-    """Stage a flat function to a jaxpr. `function` returns a pair: a sequence of outputs, and any other Python object.
+    """Stage a flat function, and return the jaxpr, the values that the function closes over, and its second result.
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
-    `jax.make_jaxpr` takes five times as long as this function, which runs for every layer that JAX traces. Errors of
-    JAX call the function `name`, and its arguments `arg_names`.
-
-    Returns:
-        The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
+    The first inputs of the jaxpr are the `consts`. Errors of JAX show `name` and `arg_names`. `jax.make_jaxpr` takes
+    five times as long, and this function runs for every layer that JAX traces.
     """
     __tracebackhide__ = True
     second: Any = None
@@ -67,20 +64,16 @@ def stage(
 
 
 def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the jaxpr that a parameter of an equation holds, and its constants."""
     return getattr(parameter, "jaxpr", parameter), parameter.consts  # since jax 0.12, `Jaxpr` and `ClosedJaxpr` are one
 
 
 def as_parameter(jaxpr: Any) -> Any:
-    """Convert a jaxpr without constants to the class that JAX uses for jaxprs in the parameters of an equation."""
+    """Convert a jaxpr without constants to the class that JAX uses in the parameters of an equation."""
     return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def is_inlinable(params: dict[str, Any]) -> bool:
-    """Return whether the operations of a jitted function may run outside `jax.jit`.
-
-    They may if the function specifies no shardings, no layouts, no donated arguments and no compiler options.
-    """
+    """Return whether the operations of a jitted function may run outside `jax.jit`."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
     is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
@@ -88,7 +81,7 @@ def is_inlinable(params: dict[str, Any]) -> bool:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of constants and the number of carried values among the operands of a scan equation."""
+    """Return the number of constants and of carried values among the operands of a scan equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
@@ -96,10 +89,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def with_users_line(jaxpr: Any) -> Any:
-    """Add the user's current source line to the equations of a jaxpr if the first equation has no source line.
-
-    JAX's own jitted functions have no source lines.
-    """
+    """Add the user's current source line to a jaxpr without lines, such as that of JAX's own jitted functions."""
     if not jaxpr.eqns or is_users(jaxpr):
         return jaxpr
     line = current().traceback
@@ -107,7 +97,7 @@ def with_users_line(jaxpr: Any) -> Any:
 
 
 def is_users(jaxpr: Any) -> bool:
-    """Return whether the user's code defines a jaxpr. JAX's own functions have no source lines."""
+    """Return whether the user's code defines a jaxpr: JAX's own functions have no source lines."""
     return any(summarize(e.source_info) or any(map(is_users, inner_jaxprs(e.params))) for e in jaxpr.eqns)
 
 
@@ -116,12 +106,10 @@ def is_literal(atom: Any) -> bool:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs in the parameters of an equation, such as those of a jitted function, a loop or a cond."""
     return list(jaxprs_in_params(params))
 
 
 def has_equation(jaxpr: Any, name: str) -> bool:
-    """Return whether a jaxpr, or a jaxpr inside its equations, applies the primitive with this name."""
     return any(
         e.primitive.name == name or any(has_equation(j, name) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
     )
@@ -138,12 +126,10 @@ def operations(jaxpr: Any) -> list[str]:
 
 
 def _refs(equation: Any) -> list[Any]:
-    """Return the operands of an equation that are Refs."""
     return [v for v in equation.invars if isinstance(v.aval, AbstractRef)]
 
 
 def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
-    """Compute the outputs of a jaxpr without constants."""
     __tracebackhide__ = True
     try:
         return eval_jaxpr(jaxpr, (), *args)
@@ -166,9 +152,9 @@ def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
 
 
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute the `wanted` variables from the values of `known` variables. Evaluate only the equations that this needs.
+    """Compute the variables `wanted` from the values of `known` variables, by as few equations as possible.
 
-    If `known` contains a result of an equation, later equations read the value in `known`.
+    A value in `known` takes precedence over the result of an equation.
     """
     values = dict(known)
     for equation in equations_to(jaxpr, known, wanted)[0]:
@@ -191,11 +177,10 @@ def _values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
 
 
 def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
-    """Return a copy of a jaxpr in which `checkpoint_name` is applied to the variables in `name_of`.
+    """Return a copy of a jaxpr in which `checkpoint_name` names the variables in `name_of`.
 
-    The copy applies `checkpoint_name` right after the equation that computes the variable. All later equations read the
-    result of `checkpoint_name`. If a policy of `jax.checkpoint` saves this value, the equations that compute it need
-    not run again in backward. tests: derivatives/test_checkpoint.py
+    All later equations read the named value. If a policy of `jax.checkpoint` saves it, the equations that compute it
+    need not run again in backward. tests: derivatives/test_checkpoint.py
     """
 
     def named(*args: Any) -> tuple[list[Any], None]:
@@ -210,21 +195,15 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
 
 
 def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
-    """Return the set of all variables that `evaluate_part` reads or returns."""
     return equations_to(jaxpr, known, wanted)[1]
 
 
 def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
-    """Return the equations that compute the variables `wanted` from the variables `known`.
-
-    Also return the set of all variables that are in `wanted` or are operands of these equations.
-    """
+    """Return the equations that compute `wanted` from `known`, and the variables that are wanted or that they read."""
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # An equation may write to a `jax.Ref` that a later equation reads. Therefore also keep an equation if one of
-        # its operands is a `jax.Ref` that a later kept equation reads. A Ref in `known` is no reason to keep an
-        # equation.
+        # An equation may write to a `jax.Ref`, so it is also kept if a later kept equation reads one of its Refs.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))
@@ -246,13 +225,13 @@ def uses_own_refs(jaxpr: Any) -> bool:
 
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
-    """Return the effects of a jaxpr, except effects on Refs that the jaxpr itself makes."""
+    """Return the effects of a jaxpr, except effects on Refs that it makes itself."""
     effects = frozenset[Any](jaxpr.effects)
     return effects and effects - _effects_of_own_refs()
 
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
-    """Lower a jaxpr directly, at half the cost of `mlir.lower_fun`, which traces the jaxpr again."""
+    """Lower a jaxpr directly, at half the cost of `mlir.lower_fun`, which traces it again."""
     if uses_own_refs(jaxpr):  # `mlir.lower_fun` turns reads and writes of these Refs into values
         traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
         return traced(context.replace(avals_in=[v.aval for v in jaxpr.invars]), *args)
@@ -296,24 +275,17 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 def frames_between(outer: Any, inner: Any) -> list[str]:
     """Return the names of the functions that were called between `outer` and `inner`, outermost first.
 
-    For a method, the list has the name of its class and the name of the method. The list leaves out names such as
-    `__call__`.
+    A method gives two names: its class and the method. Names such as `__call__` are left out.
     """
     frames = _frames(inner)
     functions = [(frame["file"], frame["function"]) for frame in frames]
     rest = _rest([(frame["file"], frame["function"]) for frame in _frames(outer)], functions)
-    names = [name for _, function in rest for name in _names(function)]
+    names = [name for _, function in rest for name in function.rpartition("<locals>.")[2].split(".")]
+    names = [n for n in names if not n.startswith("<") and not (n.startswith("__") and n.endswith("__"))]
     return [name for name, previous in zip(names, [None, *names], strict=False) if name != previous]
 
 
-def _names(function: str) -> Iterator[str]:
-    for name in function.rpartition("<locals>.")[2].split("."):
-        if not name.startswith("<") and not (name.startswith("__") and name.endswith("__")):
-            yield name
-
-
 def scopes_between(outer: Any, inner: Any) -> list[str]:
-    """Return the names of the `jax.named_scope`s that were entered between `outer` and `inner`, outermost first."""
     around, within = (_SCOPE.findall(str(source.name_stack)) for source in (outer, inner))
     return list(_rest(around, within))
 
@@ -321,8 +293,7 @@ def scopes_between(outer: Any, inner: Any) -> list[str]:
 def line_of(sources: Sequence[Any]) -> str:
     """Return the innermost line of the user's code, such as `model.py:12`, or "" if there is none.
 
-    `sources` has the source information of nested equations, outermost first. A line in the user's files takes
-    precedence over a line in an installed package.
+    `sources` are of nested equations, outermost first. The user's files take precedence over installed packages.
     """
     frames = [frame for source in reversed(sources) for frame in reversed(_frames(source))]
     own = [f for f in frames if "site-packages" not in f["file"] and "dist-packages" not in f["file"]]

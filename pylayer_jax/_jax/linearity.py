@@ -1,23 +1,15 @@
-"""Functions that prove that a jaxpr is linear in some of its inputs, and transpose a jaxpr after such a proof.
-
-JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
-exactly if it maps zero to zero. If an output depends on an input only through integers, booleans or PRNG keys, JAX
-drops this dependence during transposition and raises no error. The reason is that integers, booleans and PRNG keys have
-no tangents. The proof assigns a kind to each value in a jaxpr. The kind of a value says how the value depends on the
-inputs for which the proof is made. The value is zero, constant, linear, or perhaps not linear in these inputs. There
-are four kinds:
+"""Functions that prove that a jaxpr is linear in some of its inputs, and transpose it after such a proof.
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs for which the proof is made
     LINEAR    linear in these inputs
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-A table contains one rule per operation. From the kinds of the operands, the rule computes the kinds of the results. If
-the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. Suppose
-that the table has no rule for an operation, and that at least one operand depends on the inputs. If an operand has a
-str as its kind, the kind of the result is the same str. If no operand has a str as its kind, the kind of the result is
-the name of the operation. Therefore the proof of linearity fails if an output depends on the inputs through an
-operation for which the table has no rule. A new operation of JAX has no rule until somebody adds one.
+JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
+exactly if it maps zero to zero. JAX also drops, without an error, a dependence through integers, booleans or PRNG keys,
+which have no tangents. So the proof assigns one of these kinds to each value. A table has one rule per operation, which
+computes the kinds of the results from those of the operands. An operation without a rule, such as a new one of JAX, is
+not known to be linear.
 """
 
 from __future__ import annotations
@@ -46,11 +38,9 @@ class NotLinearError(TypeError):
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
-    """Return the reason why a jaxpr may be nonlinear in the inputs where the mask `is_input` is True.
+    """Return why a jaxpr may be nonlinear in the inputs where `is_input` is True, or an empty string after a proof.
 
-    Return an empty string after a proof.
-
-    `consts` has the value of each of the first inputs, or None if it is unknown.
+    `consts` has the values of the first inputs, or None for an unknown value.
     """
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
@@ -75,7 +65,6 @@ def _is_zero(value: Any) -> bool:
 
 
 def evaluate_kinds(jaxpr: Any, kinds: Sequence[Kind]) -> list[Kind]:
-    """Compute the kind (such as ZERO or LINEAR) of each output of a jaxpr from the kinds of its inputs."""
     kind_of: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
     kind_of |= dict.fromkeys(jaxpr.constvars, CONSTANT)
 
@@ -103,30 +92,17 @@ def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
-    """Return the first entry of `kinds` that is not ZERO, CONSTANT or LINEAR.
-
-    The value of this kind may be nonlinear in the inputs.
-
-    Suppose that every entry of `kinds` is ZERO, CONSTANT or LINEAR. Then return `if_linear` if some entry is LINEAR,
-    and CONSTANT if no entry is LINEAR.
-    """
+    """Return the first kind that is perhaps not linear, else `if_linear` if one is LINEAR, else CONSTANT."""
     failed = next((k for k in kinds if k not in _KNOWN), None)
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
 
 
 def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of the result of an operation that is jointly linear in all of its operands, such as a sum.
-
-    The kind says whether the result is zero, constant, linear in the inputs, or perhaps not linear.
-    """
+    """Return the kind of the result of an operation that is jointly linear in all of its operands, such as a sum."""
     if all(k == ZERO for k in kinds):
         return ZERO
     affine = f"{name!r}, which adds a term that does not depend on them"
     return _combine(kinds, affine if CONSTANT in kinds else LINEAR)
-
-
-def _linear_in_all(equation: Any, operands: list[Kind]) -> list[Kind]:
-    return [_sum(equation.primitive.name, operands)] * len(equation.outvars)
 
 
 def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
@@ -138,10 +114,7 @@ def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _linear_in(positions: Sequence[int]) -> Rule:
-    """Return the rule for an operation that is jointly linear in the operands at `positions`.
-
-    The operation may be nonlinear in its other operands.
-    """
+    """Return the rule for an operation that is jointly linear in the operands at `positions` only."""
 
     def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
         name = equation.primitive.name
@@ -152,12 +125,6 @@ def _linear_in(positions: Sequence[int]) -> Rule:
     return rule
 
 
-def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
-    """Return the kind of each result, such as LINEAR: the kind of the operand at the same position."""
-    del equation
-    return operands
-
-
 for _name in (
     "add", "add_any", "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "broadcast_in_dim",
     "complex", "concatenate", "conj", "convert_element_type", "copy", "cumsum", "fft", "imag", "layout_constraint",
@@ -166,7 +133,7 @@ for _name in (
     "rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unreduced_psum",
     "unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
 ):  # fmt: skip
-    _RULES[_name] = _linear_in_all
+    _RULES[_name] = lambda equation, operands: [_sum(equation.primitive.name, operands)] * len(equation.outvars)
 for _name in ("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"):
     _RULES[_name] = _product
 for _name, _positions in (
@@ -176,18 +143,13 @@ for _name, _positions in (
 ):  # fmt: skip
     _RULES[_name] = _linear_in(_positions)
 for _name in ("device_put", "optimization_barrier"):
-    _RULES[_name] = _each
+    _RULES[_name] = lambda _, operands: operands  # each result is the operand at its position
 _RULES["select_n"] = lambda e, operands: _linear_in(range(1, len(operands)))(e, operands)
-
-
-def _linear_solve(equation: Any, operands: list[Kind]) -> list[Kind]:
-    count = len(operands)
-    return _linear_in(range(count - len(equation.outvars), count))(equation, operands)
+_RULES["custom_linear_solve"] = lambda e, operands: _linear_in(range(len(operands))[-len(e.outvars) :])(e, operands)
 
 
 def _gather(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # An index out of bounds reads the fill value. The rule accepts NaN, the default fill value of floats, because users
-    # notice a NaN in the result.
+    # An index out of bounds reads the fill value, by default NaN for floats. The rule accepts NaN, which users notice.
     fill = equation.params.get("fill_value")
     is_linear = fill is None or fill == 0 or np.isnan(fill)
     return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
@@ -217,7 +179,6 @@ def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 _RULES.update(
     {
-        "custom_linear_solve": _linear_solve,
         "gather": _gather,
         "scatter": _scatter,
         linear_map_p.name: _linear_map,
@@ -236,7 +197,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Combine two lists of kinds, such as those of the results of two branches, into one list of kinds."""
+    """Combine the kinds of the results of two branches, or of a loop's carried values before and after a step."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
@@ -268,8 +229,7 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
         joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))
         if joined == carry:
             (goes_on,) = evaluate_kinds(condition, [*operands[:n_cond], *carry])
-            # If the condition of the loop depends on the inputs, the number of iterations depends on the inputs. If the
-            # number of iterations depends on the inputs, each carried value of the loop may also depend on the inputs.
+            # If the condition depends on the inputs, so does the number of iterations, and with it each carried value.
             return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
         carry = joined
 
@@ -284,10 +244,9 @@ _RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 def transpose_jaxpr(
     name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
 ) -> list[Any]:
-    """Transpose a jaxpr: compute the cotangents of the arguments that are None from the cotangents of the outputs.
+    """Compute the cotangents of the arguments that are None from the cotangents of the outputs.
 
-    In error messages, `name` stands for the jaxpr. Error messages use the text `inputs` for the arguments whose
-    cotangents this function computes.
+    Errors use `name` for the jaxpr and `inputs` for these arguments.
 
     Raises:
         NotLinearError: if the jaxpr is not proved to be linear in these arguments, or if JAX cannot transpose it.

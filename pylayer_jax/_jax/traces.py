@@ -1,10 +1,8 @@
 """Internals of JAX that this package uses: traces, tracers, and names that JAX may move to another module.
 
-JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. To
-find the classes of traces and tracers, the module transforms a small function, for example with `jax.vmap`. This
-function records the class of its argument and the class of the current trace. The function runs in `jax.eval_shape`,
-which compiles nothing and starts no backend. If a trace or tracer has an unexpected class, the import of this module
-raises an ImportError.
+JAX gives the classes of traces and tracers no public names. Therefore, at import, this module transforms a small
+function, for example with `jax.vmap`, which records the class of its argument and of the current trace. This runs in
+`jax.eval_shape`, which compiles nothing and starts no backend. An unexpected class raises an ImportError.
 """
 
 from __future__ import annotations
@@ -106,15 +104,14 @@ def current_trace() -> Any:
 
 
 def discover(what: str, probe: Callable[[Any], Any]) -> Any:
-    """Call `probe` with a tracer of `jax.eval_shape`, and return the value that `probe` returns.
+    """Call `probe` with a tracer of `jax.eval_shape`, and return its result.
 
     Raises:
         ImportError: if `probe` fails; the message names the versions of JAX that were tested.
     """
     found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
-        # A traced function may import this package. Therefore enter an eval context before JAX traces `probe`. In the
-        # eval context, no transformation of the traced function is active.
+        # A traced function may import this package. In an eval context, none of its transformations is active.
         with eval_context(), jax.disable_jit(False):
             jax.eval_shape(lambda x: found.append(probe(x)), jax.ShapeDtypeStruct((1,), np.float32))
         return found[0]
@@ -126,7 +123,6 @@ def discover(what: str, probe: Callable[[Any], Any]) -> Any:
 
 
 def check(condition: bool, found: object) -> None:
-    """Raise a `TypeError` that shows `found` if `condition` is False."""
     if not condition:
         raise TypeError(f"found {found}")
 
@@ -134,10 +130,7 @@ def check(condition: bool, found: object) -> None:
 def _classes_of(
     name: str, transform: Callable[[Any, Any], object], primal_attribute: str | None = None
 ) -> TransformClasses:
-    """Find the classes of a transformation.
-
-    `primal_attribute` is the attribute in which a tracer holds the value to which the transformation was applied.
-    """
+    """Find the classes of a transformation, whose tracers hold the transformed value in `primal_attribute`."""
 
     def probe(x: Any) -> TransformClasses:
         outer, found = current_trace(), set[TransformClasses]()
@@ -184,7 +177,6 @@ UNSPECIFIED_SHARDING = discover("the shardings of a jitted function that places 
 def _check_classes(x: Any) -> None:
     kinds = (STAGED, BATCHED, FORWARD, REVERSE, PARTIAL)
     for classes in ([k.tracer for k in kinds], [EVAL_TRACE, *(k.trace for k in kinds)]):
-        # No class in this list is a subclass of another class in the list.
         are_unrelated = all(sum(issubclass(c, other) for other in classes) == 1 for c in classes)
         check(are_unrelated, classes)
     found: list[Any] = []
@@ -208,39 +200,30 @@ def is_batched(value: Any) -> bool:
 
 
 def whole_batch(value: Any) -> Any:
-    """Return the array of the whole batch for a tracer of (nested) `jax.vmap`. Return other values unchanged."""
+    """Return the array of the whole batch for a tracer of (nested) `jax.vmap`, or the value itself."""
     while isinstance(value, BATCHED.tracer):
         value = value.val
     return value
 
 
 def is_unknown(value: Any) -> bool:
-    """Return whether a value is unknown to a partial evaluation, such as that of `jax.linear_transpose`.
-
-    For a value inside `jax.vmap`, look at the array of the whole batch.
-    """
+    """Return whether a value, or its whole batch, is unknown to a partial evaluation (`jax.linear_transpose`)."""
     if isinstance(value, BATCHED.tracer):
         return is_unknown(value.val)
     return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
 
 def is_differentiated(value: Any) -> bool:
-    """Return whether a value (or its whole batch) is a tracer of `jax.jvp`, `jax.vjp` or `jax.linearize`."""
     if isinstance(value, BATCHED.tracer):
         return is_differentiated(value.val)
     return isinstance(value, (FORWARD.tracer, REVERSE.tracer))
 
 
 def is_in_forward_mode(value: Any) -> bool:
-    """Return whether a value (or its whole batch) is a tracer of `jax.jvp`."""
     return isinstance(whole_batch(value), FORWARD.tracer)
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether JAX is staging a value to a jaxpr.
-
-    For a value inside `jax.vmap`, look at the array of the whole batch.
-    """
     return isinstance(whole_batch(value), STAGED.tracer)
 
 
@@ -248,10 +231,7 @@ def is_staged(value: Any) -> bool:
 
 
 def nothing_is_traced() -> bool:
-    """Return whether no transformation is active. JAX has no other public test.
-
-    `PyLayer.apply` calls this function first, because the call takes only a third of a microsecond.
-    """
+    """Return whether no transformation is active, in a third of a microsecond. JAX has no other public test."""
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
@@ -304,7 +284,6 @@ def _kind_of(trace_class: type[Any]) -> str:
 
 
 def without_pass_through(trace: Any) -> Any:
-    """Return the first trace that is not a `PassThroughTrace`, starting at `trace` and going outwards."""
     while isinstance(trace, PassThroughTrace):
         trace = trace.parent_trace
     return trace
@@ -315,12 +294,10 @@ class TraceState:
 
         vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual", "usual"]
 
-    These are the kinds of the traces of grad, jit, vmap and eager mode, from the innermost trace outwards. A trace is
-    staging if it makes a jaxpr. Each trace inside the innermost staging trace transforms an operation as soon as the
-    operation runs. Each trace outside the innermost staging trace transforms the operation later, when JAX evaluates
-    the jaxpr that the staging trace has made. If there is a staging trace, the attributes `has_unknown_trace`,
-    `is_forward_mode` and `differentiations` describe only the traces inside the innermost staging trace. If there is no
-    staging trace, these attributes describe all active traces.
+    These are the kinds of the traces of grad, jit, vmap and eager mode, from the innermost trace outwards. The
+    innermost staging trace makes a jaxpr, so the traces outside of it transform an operation only when JAX evaluates
+    this jaxpr. `has_unknown_trace`, `is_forward_mode` and `differentiations` describe only the traces inside of it, or
+    all traces if there is no staging trace.
     """
 
     def __init__(self) -> None:
@@ -335,16 +312,14 @@ class TraceState:
             trace = getattr(trace, "parent_trace", None)
         modes = [kind for kind in self.kinds if kind in _DIFFERENTIATIONS]
         self.is_differentiated = bool(modes)
-        # This is True if the innermost differentiation is reverse mode, and forward mode differentiates outside of it,
-        # as in jvp(grad(f)).
+        # This is True for jvp(grad(f)).
         self.is_forward_over_reverse = modes[:1] == ["reverse mode"] and "forward mode" in modes
         self.is_staged = "staging" in self.kinds  # the current trace or an outer one makes a jaxpr
         n = self.kinds.index("staging") if self.is_staged else len(self.kinds)
         kinds = self.kinds[:n]
         self.has_unknown_trace = "unknown" in kinds  # as in an eager shard_map
         self.is_forward_mode = [kind for kind in kinds if kind in _DIFFERENTIATIONS][:1] == ["forward mode"]
-        # The traces in this list differentiate each operation as soon as it runs, not later when a jaxpr is complete.
-        # The innermost trace comes first.
+        # the traces that differentiate each operation as soon as it runs, innermost first
         self.differentiations = [t for t, kind in zip(self.traces, kinds, strict=False) if kind in _DIFFERENTIATIONS]
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
@@ -357,7 +332,6 @@ class TraceState:
 
 
 def is_active(tracer: Any) -> bool:
-    """Return whether the transformation that made a tracer is active."""
     return any(trace is tracer._trace for trace in TraceState().traces)
 
 
@@ -370,22 +344,17 @@ def is_staging() -> bool:
 
 
 def is_named(axis: Any) -> bool:
-    """Return whether the batch axis of a batching rule has a name, which collectives may use."""
     return type(axis.name) is not object  # without a name, `axis.name` is a bare object()
 
 
 def has_named_axis() -> bool:
-    """Return whether an active `jax.vmap` has a named axis. Collectives such as `jax.lax.psum` may use a named axis."""
     traces = [trace for trace in TraceState().traces if isinstance(trace, BATCHED.trace)]
     return any(is_named(trace.axis_data) for trace in traces)
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:
-    """Return the nearest trace that is not a partial evaluation in which JAX linearizes a primitive.
-
-    To linearize a primitive, JAX runs its JVP rule in a partial evaluation, with known primals and unknown tangents. A
-    user's method must run in the trace that this function returns, not in the trace of the partial evaluation.
-    """
+    """Return the trace in which a user's method must run."""
+    # To linearize a primitive, JAX runs its JVP rule in a partial evaluation, with known primals and unknown tangents.
     trace = current_trace()
     while isinstance(trace, PARTIAL.trace) and not any(map(is_unknown, primals)):
         trace = trace.parent_trace

@@ -48,7 +48,6 @@ def is_set(flag: str) -> bool:
 
 
 def is_nan_reported() -> bool:
-    """Return whether JAX raises an error for a result that has a NaN or an infinity."""
     return is_set("debug_nans") or is_set("debug_infs")
 
 
@@ -66,18 +65,14 @@ def unchecked(function: F) -> F:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is a `jax.Array`.
-
-    The cheap tests come first, since `isinstance` takes six times as long for a tracer.
-    """
+    # The cheap tests come first: `isinstance(value, jax.Array)` takes six times as long for a tracer.
     return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)
 
 
 def is_ref(value: object) -> bool:
-    """Return whether a value is a `jax.Ref`. The slow `isinstance` call comes after the cheap tests."""
     if value is None or callable(value) or isinstance(value, (int, float, str)) or is_array(value):
         return False
-    return isinstance(value, jax.Ref)
+    return isinstance(value, jax.Ref)  # slow
 
 
 def is_tensor(leaf: object) -> bool:
@@ -93,13 +88,13 @@ def is_tensor_or_ref(leaf: object) -> bool:
 
 
 def unboxed(value: Any) -> Any:
-    """Return the array in a box such as `flax.nnx.Param`, or `value` itself if `value` is not a box."""
+    """Return the array in a box such as `flax.nnx.Param`, or `value` itself if it is no box."""
     is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
     return value.__jax_array__() if is_box else value
 
 
 def is_key(value: Any) -> bool:
-    # The function also returns True for any extended dtype that a later JAX may add.
+    # This is also True for an extended dtype that a later JAX may add.
     return not isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
@@ -116,21 +111,17 @@ def full_cotangent(cotangent: Any, aval: Any) -> Any:
 
 
 def as_array(value: Any, aval: Any) -> Any:
-    """Convert a Python number to an array of the dtype of `aval`. Return other values unchanged.
-
-    A vjp function passes a Python number as a cotangent to the bwd rule without conversion.
-    """
+    """Convert a Python number, which a vjp function passes to the bwd rule as it is, to the dtype of `aval`."""
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Convert NumPy arrays among the tensors to JAX arrays. Return JAX arrays and Refs unchanged."""
     return [x if isinstance(x, (Tracer, jax.Array, jax.Ref)) else _from_numpy(x) for x in tensors]
 
 
 def _from_numpy(tensor: Any) -> jax.Array:
-    # Copy the NumPy array: JAX may still read it after `jnp.asarray` returns, while the caller already changes it.
-    # Convert the byte order of the array: JAX reads only the native byte order.
+    # Copy: JAX may still read the array after `jnp.asarray` returns, while the caller already changes it. It reads only
+    # the native byte order.
     native = np.asarray(tensor).dtype.newbyteorder("=")
     return jnp.asarray(np.array(tensor, native))
 
@@ -138,9 +129,8 @@ def _from_numpy(tensor: Any) -> jax.Array:
 def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
     """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
-    # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples. Therefore the
-    # batch varies over these mesh axes. This function calls `pcast` on a scalar only to read the `manual_axis_type` of
-    # the result.
+    # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples, so the batch
+    # varies over these axes. The scalar only serves to read the `manual_axis_type`.
     own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
     if not own:
         return mapped
@@ -166,29 +156,21 @@ def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
 
 
 def manual_axes() -> tuple[Any, ...]:
-    """Return the mesh axes of the enclosing shard_maps. Along these mesh axes, each device has its own shard."""
+    """Return the mesh axes of the enclosing shard_maps, along which each device has its own shard."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def explicit_sharding(value: Any) -> Any:
-    """Return the sharding of a value if the value's type contains it (AxisType.Explicit), else None."""
+    """Return the sharding of a value if its type contains it (AxisType.Explicit), else None."""
     sharding = typeof(value).sharding
     return sharding if any(axis is not None for axis in sharding.spec) else None
-
-
-def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
-    """Return, for each axis of an array, the mesh axes over which a `NamedSharding` shards that axis."""
-    entries = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
 
 
 def shard_counts(value: Any) -> list[int]:
     """Return the number of shards along each axis of an array.
 
-    The module `packers` cuts an array into blocks, each of which lies in one shard.
-
-    If the compiler will choose the sharding of an axis (AxisType.Auto), it may shard the axis over any mesh axis whose
-    size divides its length. For such an axis, return the least common multiple of the sizes of these mesh axes.
+    The compiler may shard an automatic axis (AxisType.Auto) over any mesh axis whose size divides its length. For such
+    an axis, this is the least common multiple of these sizes.
     """
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
@@ -197,12 +179,13 @@ def shard_counts(value: Any) -> list[int]:
     sizes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
     automatic = [size for size, kind in sizes if kind == jax.sharding.AxisType.Auto]
 
-    def count(length: int, names: tuple[str, ...]) -> int:
-        if names:
-            return math.prod(mesh.shape[name] for name in names)
+    def count(length: int, axes: Any) -> int:  # `axes` is a mesh axis, a tuple of them, or None
+        if axes:
+            return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
         return math.lcm(*(size for size in automatic if length % size == 0))
 
-    return [count(n, names) for n, names in zip(value.shape, mesh_axes_of(sharding, value.ndim), strict=True)]
+    axes_of = (*sharding.spec, *[None] * (value.ndim - len(sharding.spec)))
+    return [count(n, axes) for n, axes in zip(value.shape, axes_of, strict=True)]
 
 
 def with_type(value: jax.Array, aval: Any) -> jax.Array:

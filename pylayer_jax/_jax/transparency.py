@@ -1,0 +1,294 @@
+"""Defines how JAX's program transformations treat a `rule_function` equation, and identities that restrict them.
+
+A policy of `jax.checkpoint` decides which results are saved for the backward pass. If it saves matrix products,
+
+    c = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
+
+becomes an equation of the forward pass and one of the backward pass, which computes the other results again:
+
+    c, d = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
+    c    = rule_function[call_jaxpr={ c = tanh d }] d a b
+
+JAX divides the equation in this way, removes its unused code, and checks its operations, as it does with a jitted
+function. Each part has the derivative of the whole function. Therefore `a` and `b` are operands of both, although the
+code of the second reads only `d`. Its rule ignores the tangent of `d`: the tangents of `a` and `b` account for it.
+tests: derivatives/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .jaxprs import is_literal, jaxpr_and_consts, lower_jaxpr, stage
+from .rule_function import (
+    Outputs,
+    RuleFunction,
+    Values,
+    apply,
+    payload_of,
+    payload_of_params,
+    rule_function_p,
+    select,
+)
+from .traces import (
+    DebugInfo,
+    eval_jaxpr,
+    ir,
+    lower_with_sharding_in_types,
+    partial_eval,
+    set_current_trace,
+    stablehlo,
+)
+from .types import typeof
+
+# -- parts of a function -------------------------------------------------------------------------------
+
+
+class PartialFunction(RuleFunction):
+    """A function that computes some results of the `RuleFunction` `whole`, with the derivative of `whole`.
+
+    Its operands are `n_residuals` residuals, then the operands of `whole`. Its results are those of `whole` at
+    `positions`, then residuals for another `PartialFunction` of `whole`.
+    """
+
+    def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
+        debug = DebugInfo("pylayer_jax", f"part of {whole.name}", None, None)
+        self.whole, self.name, self.jaxpr = whole, whole.name, jaxpr.replace(debug_info=debug)
+        self.n_residuals, self.positions = n_residuals, list(positions)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        n = self.n_residuals
+        values = apply(self, primals)
+        if all(t is None for t in tangents[n:]):
+            return values, [None] * len(values)
+        _, found = self.whole.rule(primals[n:], tangents[n:])
+        return values, [*[found[i] for i in self.positions], *[None] * (len(values) - len(self.positions))]
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self.whole.transpose(jaxpr, args, cotangents)
+
+
+def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
+    return equation.replace(params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes)
+
+
+# -- jax.checkpoint ------------------------------------------------------------------------------------
+
+
+def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
+    """Split an equation into one for the forward pass and one for the backward pass.
+
+    This is a rule of `partial_eval_jaxpr_custom_rules`. It returns these equations, two masks of the results (known
+    only in backward; computed in backward), and the variables that backward needs from forward.
+    """
+    function = payload_of(equation)
+    # A part of an identity would have more operands than results, so it would be no identity.
+    if any(unknown) or isinstance(function, Identity) or not function.is_divisible:
+        return _keep_whole(saveable, any(unknown), instantiated, equation)
+    known, staged, unknown_out, instantiated_out, residuals = _divide_jitted(
+        saveable, unknown, instantiated, equation, function.jaxpr
+    )
+    code, _ = jaxpr_and_consts(known.params["jaxpr"])
+    first = PartialFunction(function, code, 0, range(len(equation.outvars)))
+    forward = _with_function(equation, first, invars=known.invars, outvars=known.outvars)
+    if not any(instantiated_out):
+        return forward, None, unknown_out, instantiated_out, []
+    # JAX's rule may leave an unused equation in the backward part, which would compute a saved value again.
+    code, _ = jaxpr_and_consts(staged.params["jaxpr"])
+    code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
+    read = select(staged.invars, is_read)
+    code = code.replace(invars=[*code.invars, *function.jaxpr.invars])
+    positions = [i for i, is_set in enumerate(instantiated_out) if is_set]
+    second = PartialFunction(function, code, len(read), positions)
+    backward = _with_function(equation, second, invars=[*read, *equation.invars], outvars=staged.outvars)
+    return forward, backward, unknown_out, instantiated_out, [v for v in residuals if v in backward.invars]
+
+
+def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
+    """Apply the partial-evaluation rule of `jax.jit` to an equation, as if its code were a jitted function."""
+    with equation.ctx.manager, jax.disable_jit(False):
+        jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
+        outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
+    (call,) = outer.eqns
+    call = call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+    return partial_eval.partial_eval_jaxpr_custom_rules[call.primitive](saveable, unknown, instantiated, call)
+
+
+def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
+    """Choose whether to evaluate a whole equation in the forward pass, in the backward pass, or in both."""
+    n = len(equation.outvars)
+    operands = [a for a, is_set in zip(equation.invars, instantiated, strict=True) if not (is_set or is_literal(a))]
+    if is_unknown:
+        return None, equation, [True] * n, [True] * n, operands
+    is_saved = saveable(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
+    if is_saved or equation.effects:
+        return equation, None, [False] * n, [False] * n, []
+    return equation, equation, [False] * n, [True] * n, operands
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
+
+
+# -- dead code -----------------------------------------------------------------------------------------
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Remove unused results, and return a mask of the operands that are read: a rule of `partial_eval.dce_rules`."""
+    equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
+    all_operands = [True] * len(equation.invars)
+    if used and all(used):
+        return all_operands, equation
+    function = payload_of(equation)
+    if not any(used) and not partial_eval.dce_jaxpr(function.jaxpr, list(used))[0].eqns:
+        return [False] * len(equation.invars), None
+    if isinstance(function, WaitingBarrier) or not function.is_divisible:
+        return all_operands, equation
+    if isinstance(function, (Identity, Outputs)):
+        part, is_read = function.without_unused(used)
+    else:
+        part, is_read = _without_unused(function, used)
+    invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
+    return is_read, _with_function(equation, part, invars=invars, outvars=outvars)
+
+
+def _without_unused(function: RuleFunction, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
+    """Return a function that computes only the `used` results, and a mask of the operands that it reads."""
+    whole, n_residuals, positions = function, 0, range(len(used))
+    if isinstance(function, PartialFunction):
+        whole, n_residuals, positions = function.whole, function.n_residuals, function.positions
+    # The rule of the part differentiates the whole function, so the part has all its operands.
+    is_kept = [i >= n_residuals for i in range(len(function.jaxpr.invars))]
+    code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), is_kept)
+    of_whole = select(positions, used[: len(positions)])
+    return PartialFunction(whole, code, sum(is_read[:n_residuals]), of_whole), list(is_read)
+
+
+partial_eval.dce_rules[rule_function_p] = _drop_unused
+
+
+# -- checkify ------------------------------------------------------------------------------------------
+
+
+def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
+    __tracebackhide__ = True
+
+    # `checkify` has replaced the equation by its operations. JAX would differentiate these, not apply the rule.
+    def error() -> Exception:
+        return TypeError(
+            f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "
+            "of forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
+        )
+
+    return forbid_derivative(checked.call_wrapped(*args), error)
+
+
+rule_function_p.evaluate_checked = _evaluate_checked
+
+
+# -- identities ----------------------------------------------------------------------------------------
+
+
+class Identity(RuleFunction):
+    """A function that returns its operands, and affects only how JAX or XLA transforms code."""
+
+    # JAX searches the jaxprs in parameters several times while it lowers a program. To save time, this one has none.
+    is_opaque = True
+    values: Callable[[Any], Any] = list  # returns the operands
+
+    def __init__(self, types: Sequence[Any]) -> None:
+        self.jaxpr = _jaxpr(self.name, self.values, tuple(types))
+
+    def of(self, types: Sequence[Any]) -> Identity:
+        return type(self)(types)
+
+    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
+        return self.of(select([v.aval for v in self.jaxpr.outvars], used)), list(used)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        return apply(self, primals), list(tangents)
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        return self.of(types), [], list(dims)
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return list(cotangents)
+
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        return args  # lowering an empty jaxpr is slower
+
+
+@functools.lru_cache(maxsize=1024)
+def _jaxpr(name: str, values: Callable[[Any], Any], types: tuple[Any, ...]) -> Any:
+    return stage(lambda *xs: (values(xs), None), types, name)[0]
+
+
+class Barrier(Identity):
+    """An identity across which XLA optimizes nothing. It computes all operands before it uses any."""
+
+    name = "barrier"
+    values = staticmethod(jax.lax.optimization_barrier)
+
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
+            return lower_jaxpr(context, self.jaxpr, *args)
+        # Lowering the jaxpr, which has one equation, takes ten times as many Python calls.
+        values = stablehlo.OptimizationBarrierOp(args).results
+        if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
+            return values
+        return [lower_with_sharding_in_types(context, x, t) for x, t in zip(values, context.avals_out, strict=True)]
+
+
+class WaitingBarrier(Barrier):
+    """A barrier that keeps all operands as long as one result is used: XLA waits for all of them."""
+
+    name = "wait"
+
+
+class Guard(Identity):
+    """An identity that raises the exception that `error` returns, if JAX differentiates it."""
+
+    name = "forbid_derivative"
+
+    def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
+        super().__init__(types)
+        self.error = error
+
+    def of(self, types: Sequence[Any]) -> Identity:
+        return Guard(types, self.error)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        raise self.error()
+
+
+def barrier(values: Sequence[Any], waits: bool = False) -> Values:
+    # `jax.lax.optimization_barrier` will not do: in jax 0.10, its JVP rule puts the tangents behind a barrier too, and
+    # makes arrays of zeros for those that are zero. Without `waits`, JAX may drop values that are not used afterwards.
+    # tests: `test_memory_of_a_compiled_step` in hooks/test_packers.py
+    return apply((WaitingBarrier if waits else Barrier)([typeof(x) for x in values]), values)
+
+
+def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
+    """Return the values; if JAX differentiates any of them, raise the exception that `error` returns."""
+    return apply(Guard([typeof(x) for x in values], error), values) if values else []
+
+
+def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Bind an `Identity` for the unknown operands only, so that JAX never transposes it for only some operands."""
+    __tracebackhide__ = True
+    unknown = [not tracer.is_known() for tracer in tracers]
+    function = payload_of_params(params)
+    if not isinstance(function, Identity) or all(unknown) or not any(unknown):
+        return trace.default_process_primitive(rule_function_p, tracers, params)
+    operands = select(tracers, unknown)
+    with set_current_trace(trace):
+        bound = iter(apply(function.of([x.aval for x in operands]), operands))
+    return [next(bound) if is_one else x.pval.get_known() for is_one, x in zip(unknown, tracers, strict=True)]
+
+
+partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
