@@ -16,12 +16,11 @@ from . import _host_layer
 from ._arguments import Arguments
 from ._context import ContextState, Outputs, PyLayerContext, ResidualTree, SavedContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents, warn_of_integer_outputs
-from ._jax.jaxprs import stage
 from ._jax.rule_function import batch_axis_to_front
-from ._jax.traces import TraceState, eval_jaxpr, is_active, is_differentiated, is_staging, is_tracer
+from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array
 from ._messages import add_note, closed_over, describe, held_by, innermost, plural, source_of, tensors_in
-from ._trees import contains, split
+from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -63,8 +62,7 @@ class LayerCall:
         # The `LayerBlock` around the call, or None. It is stored, because JAX may run a fwd rule after the block has
         # ended.
         self.block: Any = None
-        # The structure of the outputs of the last run of `forward` (for a batch in eager mode, of `vmap`): a custom_vjp
-        # function returns only arrays.
+        # The structure of the outputs of the last run of `forward`: a custom_vjp function returns only arrays.
         self.outputs: Outputs | None = None
 
     @property
@@ -96,12 +94,10 @@ class LayerCall:
 
     # -- forward ---------------------------------------------------------------------------------------
 
-    def run_forward(
-        self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
-    ) -> ForwardResult:
-        """Run `forward`, by default that of the class, and collect the residuals. `needs` has one bool per tensor."""
+    def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
+        """Run `forward`, and collect the residuals. `needs` has one bool per tensor."""
         __tracebackhide__ = True
-        ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
+        ctx, result = self._call_forward(tensors, needs, is_staging())
         run = ForwardResult(*keep(ctx, result, self.layer))
         self.outputs = run.kept.outputs
         return run
@@ -109,7 +105,7 @@ class LayerCall:
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
         """Run `forward` for a call that JAX neither differentiates nor stages."""
         __tracebackhide__ = True
-        ctx, result = self._call_forward(self.layer._forward_with_ctx(), tensors, [False] * len(tensors), False)
+        ctx, result = self._call_forward(tensors, [False] * len(tensors), False)
         if is_array(result) and not ctx._state.must_return:  # the usual case
             return result
         kept, outputs, _ = keep(ctx, result, self.layer)
@@ -132,7 +128,7 @@ class LayerCall:
         return run
 
     def _call_forward(
-        self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
+        self, tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
     ) -> tuple[PyLayerContext, Any]:
         __tracebackhide__ = True
         scope = self.scope("forward", is_staged)
@@ -142,7 +138,7 @@ class LayerCall:
             with scope:
                 if self.layer.host:
                     return ctx, _host_layer.run_forward(self, ctx, tensors)
-                return ctx, self.arguments.call("forward", forward, ctx, tensors)
+                return ctx, self.arguments.call("forward", self.layer._forward_with_ctx(), ctx, tensors)
         except Exception as error:
             add_note(error, self.name, "forward")
             raise
@@ -212,7 +208,7 @@ class LayerCall:
             backward = functools.partial(_host_layer.run_backward, self, needs)
         try:
             with in_backward(True) if may_be_transposed else _null_context, scope:
-                result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
+                result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
                 static = [str(i) for i, x in enumerate(outputs.groups) if not x.size and not layer._torch_convention]
@@ -237,7 +233,7 @@ class LayerCall:
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         try:
             with self.scope("jvp", is_staging()):
-                result = self._without_leaks(kept, functools.partial(jvp, ctx, *given), "jvp")
+                result = jvp(ctx, *given)
         except Exception as error:
             add_note(error, self.name, "jvp")
             raise
@@ -258,46 +254,10 @@ class LayerCall:
             {name: tree.fill(residuals) for name, tree in attributes.items()},
         )
 
-    def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
-        """Return `run()`, and refuse tracers of `forward` that an object on `ctx`, which is no pytree, still holds.
-
-        In a staged `backward`, such a tracer would become a constant, and lowering would fail with an error that does
-        not name the layer. So the method is staged to a jaxpr of its own, whose constants are checked. tests:
-        contract/test_context.py
-        """
-        __tracebackhide__ = True
-        if not kept.has_objects:
-            return run()
-        try:
-            if not is_staging() or self.arguments.has_refs:
-                return run()
-            jaxpr, consts, skeleton = stage(lambda: split(run()), (), self.source)
-        except jax.errors.UnexpectedTracerError as error:
-            raise self._leak_error(kept, method) from error
-        if any(is_tracer(x) and not is_active(x) for x in consts):
-            raise self._leak_error(kept, method)
-        return skeleton.fill(eval_jaxpr(jaxpr, (), *consts))
-
-    def _leak_error(self, kept: SavedContext, method: str) -> ValueError:
-        trees = {"ctx.save_for_backward": kept.saved, "ctx.save_for_forward": kept.saved_for_jvp}
-        trees |= {f"ctx.{name}": tree for name, tree in kept.attributes.items()}
-        names = [
-            f"{start}{path}{name if name.startswith('.') else f', {name}'}"
-            for start, tree in trees.items()
-            for path, static in (tree.skeleton.paths() if tree else ())
-            for name, value in held_by(static).items()
-            if any(is_tracer(x) and not is_active(x) for x in tensors_in(value))
-        ]
-        return ValueError(
-            f"{self.name}.{method} uses a traced array of a trace that has ended. forward kept it in an object that is "
-            f"no pytree{': ' if names else ''}{'; '.join(names)}. Keep the array itself, with ctx.save_for_backward or "
-            "as ctx.name = array; or make the type of the object a pytree, by jax.tree_util.register_dataclass."
-        )
-
     # -- vmap --------------------------------------------------------------------------------------------
 
-    def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
-        """Run `vmap`. Return the structure of its outputs, and their arrays with the batch axis in front."""
+    def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any], expected: Outputs) -> list[Any]:
+        """Run `vmap`. Return its outputs in the order of `expected`, with the batch axis in front."""
         __tracebackhide__ = True
         arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
 
@@ -323,7 +283,7 @@ class LayerCall:
             values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
         except (TypeError, ValueError) as error:
             raise self.vmap_error(axis, result, error) from error
-        return Outputs(outputs, skeleton, arrays, frozenset()), values
+        return self._match_batch(axis, skeleton, values, expected)
 
     def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
         return ValueError(
@@ -331,10 +291,9 @@ class LayerCall:
             f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
         )
 
-    def match_batch(self, axis: Any, outputs: Outputs, values: Sequence[Any], expected: Outputs) -> list[Any]:
-        """Check the outputs of `vmap`, and return them in the order of the outputs of `forward`."""
+    def _match_batch(self, axis: Any, skeleton: Skeleton, values: Sequence[Any], expected: Outputs) -> list[Any]:
         # A dict may have its keys in another order. tests: contract/test_vmap.py
-        value_at = dict(zip(outputs.skeleton.tensor_paths(), values, strict=True))
+        value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
         places = expected.skeleton.tensor_paths()
         if value_at.keys() != set(places):
             given, needed = (", ".join(f"output{path}" for path in paths) for paths in (value_at, places))

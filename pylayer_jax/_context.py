@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import enum
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._hooks.host import HeldObjects
-from ._jax.traces import STAGED, current_trace, has_named_axis, is_active, is_staging, is_tracer
+from ._jax.traces import current_trace, has_named_axis, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
-from ._messages import closed_over, describe, innermost, tensors_in
+from ._messages import closed_over, describe, tensors_in
 from ._trees import LEAF, Skeleton, contains, split
 
 # -- outputs of `forward` -------------------------------------------------------------------------------------
@@ -296,28 +293,21 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` as the context keeps it: NumPy arrays are copied, or replaced by JAX outputs."""
     if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
         return value
-
-    def is_replaced(leaf: object) -> bool:
-        return isinstance(leaf, np.ndarray) or is_ref(leaf) or state.as_output(leaf) is not leaf
-
-    leaves, rest = split(value, is_replaced)
+    leaves, rest = split(value, lambda x: isinstance(x, np.ndarray) or is_ref(x) or state.as_output(x) is not x)
     if not leaves:
         return value  # the user's own container, since nothing in it has to be copied
-    return rest.fill([_own_leaf(leaf, state, call) for leaf in leaves])
-
-
-def _own_leaf(leaf: Any, state: ContextState, call: str) -> Any:
-    if (output := state.as_output(leaf)) is not leaf:
-        return output
-    if not is_ref(leaf):
-        state.numpy_copies.append((leaf, leaf.copy()))
-        return state.numpy_copies[-1][1]
-    if not contains(state.inputs, leaf):
-        raise ValueError(
-            f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
-            "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
-        )
-    return leaf
+    for i, leaf in enumerate(leaves):
+        if (output := state.as_output(leaf)) is not leaf:
+            leaves[i] = output
+        elif not is_ref(leaf):
+            leaves[i] = leaf.copy()
+            state.numpy_copies.append((leaf, leaves[i]))
+        elif not contains(state.inputs, leaf):
+            raise ValueError(
+                f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
+                "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
+            )
+    return rest.fill(leaves)
 
 
 # -- the contents of a context after `forward` ------------------------------------------------------------
@@ -357,7 +347,6 @@ class SavedContext:
     n_saved: int  # the number of residuals from save_for_backward, which come first
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
-    has_objects: bool  # True if a kept object that is no pytree may hold tracers
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
@@ -365,20 +354,14 @@ class SavedContext:
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
-                index, rest = entry_of(path)
-                if not names[i] and (name := name_of_saved(index)) is not None:
+                index, rest = path[1:].split("]", 1)  # "[0]['w']" gives "0" and "['w']"
+                if not names[i] and (name := name_of_saved(int(index))) is not None:
                     names[i] = name + rest
         others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
         for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
             for path, i in zip(tree.skeleton.tensor_paths(), tree.indices, strict=True) if tree else ():
                 names[i] = names[i] or start + path
         return names
-
-
-def entry_of(path: str) -> tuple[int, str]:
-    """Split the path of a saved tensor: "[0]['w']" gives 0 and "['w']"."""
-    index, rest = path[1:].split("]", 1)
-    return int(index), rest
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
@@ -390,7 +373,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
     if state.must_return:
         check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
-    residuals = _Residuals(state, _numpy_outputs(state, tensors, arrays))
+    residuals = _Residuals(state, tensors, arrays)
     saved = None if state.saved is None else residuals.add(state.saved, "ctx.save_for_backward", is_saved=True)
     n_saved = len(residuals.tensors)
     attributes = {name: residuals.add(value, f"ctx.{name}") for name, value in vars(ctx).items()}
@@ -399,9 +382,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
         saved_for_jvp = residuals.add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
     n_values = len(state.saved or ())
-    kept = SavedContext(
-        outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp, residuals.has_objects
-    )
+    kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp)
     return kept, arrays, as_arrays(residuals.tensors)
 
 
@@ -442,13 +423,17 @@ class _Residuals:
     A tensor that is saved and is also an attribute of `ctx` occurs twice, because hooks pack only saved tensors.
     """
 
-    __slots__ = ("_index_of", "_output_of", "_state", "_trace", "has_objects", "tensors")
+    __slots__ = ("_index_of", "_output_of", "_state", "_trace", "tensors")
 
-    def __init__(self, state: ContextState, output_of: dict[int, Any]) -> None:
+    def __init__(self, state: ContextState, returned: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.tensors: list[Any] = []
-        self.has_objects = False  # True if a kept object that is no pytree may hold tracers
         self._state = state
-        self._output_of = output_of  # as `_numpy_outputs` returns it
+        # From the id of a NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output.
+        self._output_of = {id(x): y for x, y in zip(returned, outputs, strict=True) if x is not y}
+        for array, own in state.numpy_copies if self._output_of else ():
+            # `forward` may have changed the array in place after the copy was made.
+            if id(array) in self._output_of and array.tobytes() == own.tobytes():
+                self._output_of[id(own)] = self._output_of[id(array)]
         self._index_of: dict[tuple[bool, int], int] = {}  # from (is_saved, id of a tensor) to its index in `tensors`
         # This trace is active, so `add` does not call the slow `is_active` for the tracers of this trace.
         self._trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
@@ -458,9 +443,6 @@ class _Residuals:
         tensors, skeleton = split(value, is_tensor_or_ref)
         if len(skeleton.leaves) > len(tensors):
             _refuse_closures(skeleton, name, self._state.layer)
-            # In eager mode, an object on `ctx` holds only concrete arrays, which stay valid after `forward`.
-            if isinstance(self._trace, STAGED.trace) and not self.has_objects:
-                self.has_objects = any(map(_may_hide_tracers, skeleton.statics()))
         if self._output_of:
             tensors = [self._output_of.get(id(x), x) for x in tensors]
         for x in tensors:
@@ -484,16 +466,6 @@ def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
         )
 
 
-def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-    """Map the id of each NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output."""
-    found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
-    for array, own in state.numpy_copies if found else ():
-        # `forward` may have changed the array in place after the copy was made.
-        if id(array) in found and array.tobytes() == own.tobytes():
-            found[id(own)] = found[id(array)]
-    return found
-
-
 def _ended_error(call: str, layer: str) -> ValueError:
     """Return the error for keeping a tracer whose trace has ended, e.g. if `jax.jit` decorates `forward(ctx, x)`."""
     return ValueError(
@@ -503,22 +475,6 @@ def _ended_error(call: str, layer: str) -> ValueError:
         "values in setup_context(ctx, inputs, output) of a pylayer_jax.Function. If forward calls a transformed "
         "function that uses ctx, let this function return the values instead."
     )
-
-
-_PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, type, slice, range, enum.Enum, np.dtype, np.generic, np.ufunc,
-    types.ModuleType, types.BuiltinFunctionType, HeldObjects,
-)  # fmt: skip
-
-
-def _may_hide_tracers(static: Any) -> bool:
-    """Return whether an object may hold tracers that `_refuse_closures` has not checked."""
-    if isinstance(static, _PLAIN):
-        return False
-    if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):
-        # `_refuse_closures` has checked the tensors that the function closes over.
-        return not all(isinstance(x, _PLAIN) or callable(x) or is_tensor(x) for x in closed_over(static).values())
-    return True
 
 
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:

@@ -118,6 +118,8 @@ def tutorials(xp):
     class NumpySort(xp.Function):
         """Layer that sorts with NumPy. The inverse permutation puts the gradient back."""
 
+        host = "forward"  # which torch ignores
+
         @staticmethod
         def forward(x, dim):
             values = xp.to_numpy(x)
@@ -145,6 +147,8 @@ def tutorials(xp):
 
     class NumpyTake(xp.Function):
         """Layer that takes along an axis with NumPy, and whose gradient takes by the inverse permutation."""
+
+        host = "forward"
 
         @staticmethod
         def forward(x, order, inverse, dim):
