@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import __version__, _demo
+from ._report import function_of
 from .testing import check_layer
 
 # Exit statuses that a shell reports when a signal ended a command.
@@ -169,7 +170,15 @@ def check(arguments: list[str]) -> tuple[bool, str]:
 
 def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
     if match := re.fullmatch(r"(\w+)\[([\d\s,]*)\]", spec.strip()):
-        return _array(spec, match[1], tuple(map(int, re.findall(r"\d+", match[2]))), rng, seed)
+        dtype, shape = match[1], tuple(map(int, re.findall(r"\d+", match[2])))
+        if dtype == "key" and not shape:
+            return jax.random.key(seed)
+        if dtype not in _DTYPES:
+            raise UnusableError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
+        if not jnp.issubdtype(_DTYPES[dtype], jnp.inexact):
+            return jnp.asarray(rng.integers(0, 2, shape), _DTYPES[dtype])
+        real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
+        return jnp.asarray(real + 1j * imaginary if dtype in ("c64", "c128") else real, _DTYPES[dtype])
     try:
         return ast.literal_eval(spec)
     except (SyntaxError, ValueError, TypeError):
@@ -184,17 +193,6 @@ def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
         return pkgutil.resolve_name(spec)
     except Exception as error:  # importing a module may raise anything
         raise UnusableError(f"{spec}: not found ({type(error).__name__}: {error}).") from error
-
-
-def _array(spec: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator, seed: int) -> jax.Array:
-    if dtype == "key" and not shape:
-        return jax.random.key(seed)
-    if dtype not in _DTYPES:
-        raise UnusableError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
-    if not jnp.issubdtype(_DTYPES[dtype], jnp.inexact):
-        return jnp.asarray(rng.integers(0, 2, shape), _DTYPES[dtype])
-    real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
-    return jnp.asarray(real + 1j * imaginary if dtype in ("c64", "c128") else real, _DTYPES[dtype])
 
 
 def _load(target: str) -> Any:
@@ -220,7 +218,7 @@ def _load(target: str) -> Any:
         raise UnusableError(
             f"{target}: {module_name} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
         ) from None
-    if not callable(getattr(layer, "apply", None) if isinstance(layer, type) else layer):
+    if not callable(function_of(layer)):
         raise UnusableError(f"{target}: expected a layer class or a function, got {layer!r}.")
     return layer
 

@@ -16,19 +16,19 @@ import functools
 import itertools
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._jax.jaxprs import inner_jaxprs
+from ._jax.jaxprs import has_equation
 from ._jax.rule_function import merge, select
-from ._jax.types import is_tensor
+from ._jax.types import has_tangent, is_tensor
 from ._messages import describe
-from ._report import html_table, progress, saved_tensors_report, text_table
+from ._report import function_of, html_table, progress, saved_tensors_report, text_table, type_of
 from ._trees import split
 from .packers import cast_saved, quantize_saved, recompute_saved
 
@@ -71,18 +71,23 @@ class ProgramComparison:
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of the columns, and for each row the texts of its cells."""
-        rows = self.rows
+        rows, loop_mask = self.rows, [r.has_loop for r in self.rows]
+        counts = [r.operations for r in rows]
+        choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
+        # There is no ratio where only one of a program and the first has a loop.
+        operations = [with_ratio if has_loop == loop_mask[0] else count for has_loop, with_ratio, count in choices]
+        operations = [f"≥ {x}" if has_loop and x else x for has_loop, x in zip(loop_mask, operations, strict=True)]
         columns = {
             "program": [r.name for r in rows],
             "temporary memory": _with_ratios([r.temp_bytes for r in rows], _BYTES),
             "peak": _with_ratios([r.peak_bytes for r in rows], _BYTES),
             "held": _with_ratios([r.held_bytes for r in rows], _BYTES),
-            "operations": self._operations(),
+            "operations": operations,
             "trace": _in_unit([r.trace_seconds for r in rows], _SECONDS),
             "compile": _in_unit([r.compile_seconds for r in rows], _SECONDS),
         }
         if any(r.step_seconds for r in rows):
-            low, middle, high = zip(*(_quartiles(r.step_seconds) for r in rows), strict=True)
+            low, middle, high = zip(*(np.quantile(r.step_seconds, (0.25, 0.5, 0.75)) for r in rows), strict=True)
             unit = _unit(middle, _SECONDS)
             texts = [[_three_digits(s / _SECONDS[unit]) for s in seconds] for seconds in (low, middle, high)]
             columns["step"] = [f"{m} {unit} [{a}, {b}]" for a, m, b in zip(*texts, strict=True)]
@@ -90,13 +95,6 @@ class ProgramComparison:
             columns["error of value"] = ["" if r is rows[0] else f"{r.value_error:.2g}" for r in rows]
             columns["error of gradient"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
-
-    def _operations(self) -> list[str]:
-        """Return the cells, without a ratio where only one of a program and the first has a loop."""
-        counts, loop_mask = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
-        choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
-        cells = [with_ratio if has_loop == loop_mask[0] else count for has_loop, with_ratio, count in choices]
-        return [f"≥ {cell}" if has_loop and cell else cell for has_loop, cell in zip(loop_mask, cells, strict=True)]
 
     def _caption(self) -> str:
         first, loops = self.rows[0].name, [r.name for r in self.rows if r.has_loop]
@@ -209,7 +207,7 @@ def compare_programs(
     leaves, skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
     has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
-    is_float = [jnp.issubdtype(t.dtype, jnp.inexact) for t in tensors]
+    is_float = list(map(has_tangent, tensors))
     if not any(is_float):
         raise TypeError(
             "compare_programs: none of the arguments holds a float array, so that there is no gradient. "
@@ -217,7 +215,14 @@ def compare_programs(
         )
 
     def value(name: Any, *tensors: Any) -> Any:
-        return _checked_scalar(name, _function_of(programs[name])(*skeleton.fill(tensors)))
+        result = function_of(programs[name])(*skeleton.fill(tensors))
+        if is_tensor(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
+            return result
+        got = type_of(result) if is_tensor(result) else describe(result)
+        raise TypeError(
+            f"compare_programs: the program {name!r} returns {got}, expected a real scalar, of which the gradient is "
+            "taken. Return one number, such as the sum of the squares, and no auxiliary values."
+        )
 
     def value_and_gradient(name: Any, *tensors: Any) -> Any:
         def of_floats(floats: list[Any]) -> Any:
@@ -259,12 +264,12 @@ def _checked_programs(programs: Any, rounds: int) -> Mapping[Any, Callable[..., 
                 f"got {describe(programs)}."
             )
         pairs = recompute_saved(), cast_saved(), quantize_saved(8), quantize_saved(4)
-        loss = programs
-        programs = {"plain": loss} | {repr(pair): pair(_function_of(loss)) for pair in pairs}
+        loss = function_of(programs) or programs
+        programs = {"plain": programs} | {repr(pair): pair(loss) for pair in pairs}
     if not programs:
         raise ValueError(f"compare_programs: the dict has no program; write for example {example}.")
     for name, program in programs.items():
-        if not callable(program) or (isinstance(program, type) and not hasattr(program, "apply")):
+        if not callable(function_of(program)):
             raise TypeError(
                 f"compare_programs: expected a function for {name!r} that takes the arguments and returns a scalar, "
                 f"got {describe(program)}."
@@ -272,22 +277,6 @@ def _checked_programs(programs: Any, rounds: int) -> Mapping[Any, Callable[..., 
     if rounds < 0:
         raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
     return programs
-
-
-def _function_of(program: Any) -> Callable[..., Any]:
-    return program.apply if isinstance(program, type) and hasattr(program, "apply") else program
-
-
-def _checked_scalar(name: Any, result: Any) -> Any:
-    got = describe(result)
-    if is_tensor(result):
-        if not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
-            return result
-        got = f"{result.dtype}[{','.join(map(str, result.shape))}]"
-    raise TypeError(
-        f"compare_programs: the program {name!r} returns {got}, expected a real scalar, of which the gradient is "
-        "taken. Return one number, such as the sum of the squares, and no auxiliary values."
-    )
 
 
 @contextlib.contextmanager
@@ -323,18 +312,11 @@ def _compile(
         peak_bytes=None if None in sizes else sum(sizes),
         held_bytes=held_bytes,
         operations=(cost or {}).get("flops"),
-        has_loop=_has_loop(traced.jaxpr),
+        has_loop=any(has_equation(traced.jaxpr, name) for name in ("scan", "while")),
         trace_seconds=middle - start,
         compile_seconds=end - middle,
     )
     return row, run
-
-
-def _has_loop(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name in ("scan", "while") or any(map(_has_loop, inner_jaxprs(equation.params)))
-        for equation in jaxpr.eqns
-    )
 
 
 def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
@@ -399,13 +381,6 @@ def _bytes_of(memory: float | str) -> float:
 
 
 # -- cells of the table -----------------------------------------------------------------------------
-
-
-def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0], seconds[0]
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return low, middle, high
 
 
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:

@@ -138,17 +138,6 @@ class Function(PyLayer):
     def _forward_with_ctx(cls) -> Callable[..., Any]:
         return cls._forward_and_setup if cls._has_setup_context() else cls.forward
 
-    @classmethod
-    def _setup_with(cls, output: Any) -> Callable[..., Any]:
-        """Return a function `forward(ctx, ...)` that passes `output` to `setup_context`, and returns it."""
-
-        def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            cls.setup_context(ctx, (*args, *kwargs.values()), output)
-            return output
-
-        return forward
-
 
 def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> Callable[..., Any]:
     @functools.wraps(layer.forward)
@@ -161,7 +150,8 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
             ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]
-        return layer._setup_with(output)(ctx, *args, **kwargs)
+        layer.setup_context(ctx, (*args, *kwargs.values()), output)
+        return output
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # pyright: ignore[reportAttributeAccessIssue]

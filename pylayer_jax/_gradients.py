@@ -40,18 +40,30 @@ def match_gradients(
     `needs` has one bool per tensor; gradients that are not needed are dropped. With a `batch`, the gradients are NumPy
     arrays, whose first axes have these lengths.
     """
+    gradients: list[Any] = [None] * len(needs)
+    where = f"{arguments.layer}.backward, gradient of "
     try:
-        gradients: list[Any] = [None] * len(needs)
         for argument, entry in _pair(result, arguments, needs, layer._torch_convention):
-            if any(needs[argument.span]):
-                gradients[argument.span] = _coerce_argument(entry, argument, arguments, needs, batch)
+            skeleton = argument.skeleton
+            if not any(needs[argument.span]):
+                continue
+            found = [entry] if skeleton is LEAF else _flatten_like(skeleton, entry, f"{where}{argument.name!r}")
+            for i, leaf in zip(range(len(needs))[argument.span], found, strict=True):
+                if needs[i]:
+                    gradients[i] = coerce(
+                        leaf, arguments.types[i], lambda i=i: f"{where}{arguments.tensor_names()[i]!r}", True, batch
+                    )
     except ValueError as error:
         if advice := _advice_to_wrap(result, arguments.slots()):
             error.add_note(advice)
         error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
         raise
     if result is None and any(needs):
-        _warn_of_missing_return(layer, arguments.layer)
+        text = (
+            f"{arguments.layer}.backward returned None, although a gradient is needed; it counts as zero. Did you "
+            "forget return? Return (None,) if zero is meant."
+        )
+        _warn_once(layer, text, "backward")
     return gradients
 
 
@@ -76,14 +88,31 @@ def _pair(
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:
             entries.pop()
-    elif _has_one_per_slot(entries, slots, needs):
+    elif len(entries) <= len(slots) and not any(any(needs[slot.span]) for slot in slots[len(entries) :]):
         return list(zip(slots, entries, strict=False))
     if len(entries) != len(passed):
         raise ValueError(_wrong_count(len(entries), slots, arguments, torch_convention))
     pairs = list(zip(passed, entries, strict=True))
     for argument, entry in pairs:
-        _check_no_gradient(argument, entry, arguments)
+        is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
+        if entry is not None and not argument.skeleton.size and not is_number:
+            raise ValueError(
+                f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
+                "which holds no tensor. Return None in its place."
+            )
     return [(argument, entry) for argument, entry in pairs if argument.skeleton.size]
+
+
+def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, torch_convention: bool) -> str:
+    of_all = arguments.names()
+    names = of_all if torch_convention else [a.name for a in slots]
+    kind = "argument" if torch_convention else "tensor argument"
+    problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
+    or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
+    return (
+        f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
+        f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
+    )
 
 
 def _advice_to_wrap(result: Any, slots: Sequence[Argument]) -> str:
@@ -99,33 +128,6 @@ def _advice_to_wrap(result: Any, slots: Sequence[Argument]) -> str:
     return ""
 
 
-def _has_one_per_slot(entries: Sequence[Any], slots: Sequence[Argument], needs: Sequence[bool]) -> bool:
-    needed = [slot for slot in slots[len(entries) :] if any(needs[slot.span])]
-    return len(entries) <= len(slots) and not needed
-
-
-def _check_no_gradient(argument: Argument, entry: Any, arguments: Arguments) -> None:
-    is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
-    if entry is not None and not argument.skeleton.size and not is_number:
-        raise ValueError(
-            f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
-            "which holds no tensor. Return None in its place."
-        )
-
-
-def _coerce_argument(
-    entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool], batch: tuple[int, ...] | None
-) -> list[Any]:
-    where, skeleton, span = f"{arguments.layer}.backward, gradient of ", argument.skeleton, argument.span
-    found = [entry] if skeleton is LEAF else _flatten_like(skeleton, entry, f"{where}{argument.name!r}")
-
-    def place(i: int) -> str:
-        return f"{where}{argument.name + skeleton.tensor_paths()[i]!r}"
-
-    rows = enumerate(zip(found, arguments.types[span], needs[span], strict=True))
-    return [coerce(leaf, aval, lambda i=i: place(i), True, batch) if need else None for i, (leaf, aval, need) in rows]
-
-
 def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
     try:
         return skeleton.flatten_up_to(entry)
@@ -135,14 +137,6 @@ def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
 
 _warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
-
-
-def _warn_of_missing_return(layer: Any, name: str) -> None:
-    text = (
-        f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
-        "Return (None,) if zero is meant."
-    )
-    _warn_once(layer, text, "backward")
 
 
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
@@ -178,27 +172,11 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
     """Return one entry per argument for `jvp`: a pytree of tangents, or None for an argument without tensors."""
-
-    def zeros(aval: Any) -> Any:
-        return zeros_of(tangent_type(aval) if has_tangent(aval) else aval)
-
     full = [
-        zeros(a) if t is None and materialize else as_array(t, a)
+        zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and materialize else as_array(t, a)
         for t, a in zip(tangents, arguments.types, strict=True)
     ]
     return arguments.per_argument(full)
-
-
-def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, torch_convention: bool) -> str:
-    of_all = list(arguments.names())
-    names = of_all if torch_convention else [a.name for a in slots]
-    kind = "argument" if torch_convention else "tensor argument"
-    problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
-    or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
-    return (
-        f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
-        f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
-    )
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
@@ -254,7 +232,9 @@ def coerce(
         is_batch = value.shape[:n] == expected[:n]
         if not (is_gradient and is_batch and _broadcasts(aval.shape, value.shape[n:])):
             raise ValueError(_misshapen(where(), expected, tuple(value.shape), is_gradient))
-        value = _sum_to(value, aval.shape, n)
+        extra = value.ndim - len(aval.shape)
+        stretched = [axis for axis, k in enumerate(aval.shape, extra) if k == 1 and value.shape[axis] != 1]
+        value = value.sum(axis=(*range(n, extra), *stretched)).reshape(expected)
     if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         raise ValueError(
             f"{where()}: expected a real array of dtype {aval.dtype}, got dtype {value.dtype}. Return its real part: "
@@ -285,12 +265,5 @@ def _misshapen(where: str, expected: tuple[Any, ...], got: tuple[Any, ...], is_g
 
 def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
     # np.broadcast_shapes refuses the symbolic dimensions of jax.export.
-    if len(shape) > len(target):
-        return False
-    return all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(target), strict=False))
-
-
-def _sum_to(value: Any, shape: Sequence[Any], n_batch: int) -> Any:
-    extra = value.ndim - len(shape)
-    stretched = [extra + i for i, n in enumerate(shape) if n == 1 and value.shape[extra + i] != 1]
-    return value.sum(axis=(*range(n_batch, extra), *stretched)).reshape((*value.shape[:n_batch], *shape))
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a == b or a == 1 for a, b in pairs)

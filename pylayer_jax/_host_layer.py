@@ -39,8 +39,9 @@ from ._context import (
 )
 from ._gradients import coerce, match_gradients
 from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
-from ._jax.rule_function import forbid_derivative, merge, scatter, select
+from ._jax.rule_function import merge, scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
+from ._jax.transparency import forbid_derivative
 from ._jax.types import (
     as_arrays,
     has_tangent,
@@ -234,13 +235,10 @@ def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
 
 def _example_arrays(call: LayerCall) -> list[np.ndarray]:
     """Return random numbers (zeros for integers) for the tensors of the call, or the result of `example`."""
-    rng = np.random.default_rng(0)
-
-    def draw(t: Any) -> np.ndarray:
+    rng, arrays = np.random.default_rng(0), list[np.ndarray]()
+    for t in call.arguments.types:
         imaginary = 1j * rng.standard_normal(t.shape) if jnp.issubdtype(t.dtype, np.complexfloating) else 0
-        return np.asarray((rng.standard_normal(t.shape) + imaginary) * has_tangent(t)).astype(t.dtype)
-
-    arrays = [draw(t) for t in call.arguments.types]
+        arrays.append(np.asarray((rng.standard_normal(t.shape) + imaginary) * has_tangent(t)).astype(t.dtype))
     if not hasattr(call.layer, "example"):
         return arrays
     result = _call_static(call, "example", arrays)
@@ -281,7 +279,7 @@ def _bind(
 
 def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
     """Run `forward` on NumPy arrays, and keep on `ctx` what JAX keeps. Return its result with JAX arrays."""
-    for path, t in zip(_paths(call), call.arguments.types, strict=True):
+    for path, t in zip(call.arguments.tensor_names(), call.arguments.types, strict=True):
         if is_key(t) or path in call.arguments.ref_names():
             raise TypeError(
                 f"{call.name}.apply, argument {path!r}: a PRNG key or a jax.Ref is no NumPy array, which the methods "
@@ -299,7 +297,10 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         numbers = [ShapedArray((2,), np.dtype(np.uint32))] * is_held
         without_number = functools.partial(run, holds=False) if is_held else None
         found, device = _bind(call, "forward", run, [*example.arrays, *numbers], tensors, without_last=without_number)
-        if is_held and (name := _name_for_policies(call)):
+        # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
+        names = call.layer.saved_names
+        name = call.checkpoint_name_of(0) if names is True else next(filter(None, names), None)
+        if is_held and name:
             found = [checkpoint_name(x, name) for x in found]
         values, number = found[: len(example.arrays)], with_varying_axes(found[-1], typeof(device))
     else:
@@ -315,16 +316,6 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
     for name, value in attributes.items():
         setattr(ctx, name, value)
     return example.skeleton.fill(values)
-
-
-def _paths(call: LayerCall) -> list[str]:
-    return [a.name + path for a in call.arguments.arguments for path in a.skeleton.tensor_paths()]
-
-
-def _name_for_policies(call: LayerCall) -> str | None:
-    # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
-    names = call.layer.saved_names
-    return call.checkpoint_name_of(0) if names is True else next(filter(None, names), None)
 
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
@@ -362,7 +353,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
         values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, tensors), [number])
     else:
         values = as_arrays(run(np.array(0), *map(np.asarray, [number, *tensors])))
-    rows = zip(scatter(values, needed), call.arguments.types, _paths(call), strict=True)
+    rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import jax
 
-from ._jax.linearity import NotLinearError
+from ._jax.linearity import NotLinearError as NotLinearError  # beside the other errors
 from ._jax.traces import NEEDS_VALUES
 from ._jax.types import is_tensor
 
@@ -66,16 +66,12 @@ def held_by(value: Any) -> dict[str, Any]:
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
     if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
         return found
-    slots: list[str] = [name for kind in type(owner).__mro__ for name in _slots_of(kind)]
+    slots: list[Any] = [vars(kind).get("__slots__", ()) for kind in type(owner).__mro__]
+    names = [name for x in slots for name in ((x,) if isinstance(x, str) else x)]
     with contextlib.suppress(Exception):  # objects of the user may refuse to be read
         found |= {f".{name}": x for name, x in getattr(owner, "__dict__", {}).items()}
-        found |= {f".{name}": getattr(owner, name) for name in slots if hasattr(owner, name)}
+        found |= {f".{name}": getattr(owner, name) for name in names if hasattr(owner, name)}
     return found
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def tensors_in(value: Any) -> list[Any]:
@@ -283,16 +279,6 @@ def _hint_for_attribute(error: AttributeError) -> str:
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------
-
-
-__all__ = [
-    "HostBackwardError",
-    "NoForwardModeError",
-    "NotLinearError",
-    "OnceDifferentiableError",
-    "once_differentiable_error",
-    "second_derivative_error",
-]
 
 
 class OnceDifferentiableError(RuntimeError):

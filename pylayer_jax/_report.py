@@ -15,13 +15,12 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ._hooks import Note, Value, by_value, hooks_ignored, names_recorded, notes_on, outputs_of, tensors_marked
 from ._jax.jaxprs import jaxpr_and_consts
 from ._jax.jaxprs import line_of as source_line
 from ._jax.rule_function import merge, select
-from ._jax.types import is_ref, is_tensor
+from ._jax.types import has_tangent, is_ref, is_tensor
 from ._trees import split
 
 # -- tables ---------------------------------------------------------------------------------------------------
@@ -34,6 +33,10 @@ def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Coll
     justify = [str.rjust if title in right else str.ljust for title in titles]
     lines = ["  ".join(f(cell, n) for f, cell, n in zip(justify, row, widths, strict=True)) for row in table]
     return "\n".join([*map(str.rstrip, lines), caption])
+
+
+def type_of(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
@@ -143,8 +146,7 @@ class SavedTensorsReport:
         table = [line("origin", "inside", "name", "type", "times", "bytes", "packed", "where", "")]
         for r in self.rows if len(inputs) < 2 else self.rows[: -len(inputs)]:
             sizes = f"{r.times}", f"{r.bytes:,}", f"{r.packed_bytes:,}"
-            kind = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-            table.append(line(r.layer or r.kind, "/".join(r.inside[-2:]), r.name, kind, *sizes, r.source, r.note))
+            table.append(line(r.layer or r.kind, "/".join(r.inside[-2:]), r.name, type_of(r), *sizes, r.source, r.note))
         if len(inputs) > 1:
             sizes = f"{sum(r.times for r in inputs)}", f"{sum(r.bytes for r in inputs):,}", f"{self.input_bytes:,}"
             table.append(line("input", "", f"{inputs[0].name}, ...", f"{len(inputs)} inputs", *sizes, "", ""))
@@ -174,6 +176,11 @@ class SavedTensorsReport:
         return ax
 
 
+def function_of(layer: Any) -> Any:
+    """Return a function, or what a layer class applies; None for another class."""
+    return getattr(layer, "apply", None) if isinstance(layer, type) else layer
+
+
 def _device_bytes(rows: Sequence[SavedTensor]) -> int:
     return sum(r.packed_bytes - r.host_bytes for r in rows if r.kind != "input")
 
@@ -200,46 +207,32 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Raises:
         TypeError: if no argument holds a float array.
     """
-    fun = getattr(fun, "apply", fun) if isinstance(fun, type) else fun
+    fun = function_of(fun) or fun
     tensors, skeleton = split((args, kwargs), lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
-    if not any(map(_is_inexact, tensors)):
+    if not any(map(has_tangent, tensors)):
         raise TypeError("saved_tensors_report: none of the arguments holds a float array, so that nothing is saved.")
 
     def run(*tensors: Any) -> Any:
         args, kwargs = skeleton.fill(tensors)
         return fun(*args, **kwargs)
 
-    def run_with_names(*tensors: Any) -> Any:
-        with names_recorded():
-            return run(*tensors)
-
-    names = [_argument_name(path) for path in skeleton.tensor_paths()]
+    # The path of `args[1]['w']` in the tuple (args, kwargs) is `[0][1]['w']`.
+    names = [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in skeleton.tensor_paths()]
     with hooks_ignored():
         unpacked = _rows(*_residuals(run, tensors, names))
     with tensors_marked():  # each kept tensor gets a `Mark`, a further residual of size 0
-        rows = _rows(*_residuals(run_with_names, tensors, names))
+        rows = _rows(*_residuals(names_recorded()(run), tensors, names))
     return SavedTensorsReport(rows, _device_bytes(unpacked))
-
-
-def _is_inexact(tensor: Any) -> bool:
-    return jnp.issubdtype(tensor.dtype, jnp.inexact)
-
-
-def _argument_name(path: str) -> str:
-    """Return `args[1]['w']` for the path `[0][1]['w']` in the tuple (args, kwargs)."""
-    return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
 
 
 def _residuals(
     run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str]
 ) -> tuple[list[Value], dict[Value, list[Note]]]:
     """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each. `names` names the tensors."""
-    is_float = [_is_inexact(t) for t in tensors]
+    is_float = list(map(has_tangent, tensors))
 
     def residuals(*tensors: Any) -> list[Any]:
-        def run_floats(*floats: Any) -> list[Any]:
-            return split(run(*merge(is_float, floats, tensors)))[0]
-
+        run_floats = lambda *floats: split(run(*merge(is_float, floats, tensors)))[0]  # noqa: E731
         _, pullback = jax.vjp(run_floats, *select(tensors, is_float))
         return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
 
@@ -258,7 +251,15 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
     for array in kept:
         arrays_of.setdefault(array.tensor or array, []).append(array)
-    single = [row for tensor, arrays in arrays_of.items() for row in _rows_of_tensor(tensor, arrays, notes_of)]
+    single: list[SavedTensor] = []
+    for tensor, arrays in arrays_of.items():
+        others = arrays
+        if tensor.kind == "input" and tensor.part is None and tensor in arrays:
+            # An input that JAX keeps both as such and in other arrays gets two rows.
+            single.append(dataclasses.replace(_row(tensor, [tensor], notes_of), kind="input"))
+            others = [a for a in arrays if a is not tensor] + [tensor] * (arrays.count(tensor) - 1)
+        if others:
+            single.append(_row(tensor, others, notes_of))
     single += [_recomputed_row(value) for value in values if value.kind == "recomputed"]
     rows = [
         dataclasses.replace(
@@ -292,16 +293,6 @@ def _recomputed_row(value: Value) -> SavedTensor:
         is_recomputed=True,
         inside=one.mark.origin.inside,
     )
-
-
-def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
-    """Return one row, or two for an input that is kept both as such and in other arrays."""
-    is_kept_input = tensor.kind == "input" and tensor.part is None and tensor in arrays
-    if not is_kept_input:
-        return [_row(tensor, arrays, notes_of)]
-    others = [a for a in arrays if a is not tensor] + [tensor] * (arrays.count(tensor) - 1)
-    rows = [_row(tensor, others, notes_of)] if others else []
-    return [dataclasses.replace(_row(tensor, [tensor], notes_of), kind="input"), *rows]
 
 
 def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> SavedTensor:

@@ -36,7 +36,7 @@ from ._hooks.block import predicate, saved_tensors_hooks
 from ._hooks.pack import Step, key_of
 from ._hooks.primitives import EXACT, ROWS, Error, Rounding
 from ._jax.traces import is_tracer
-from ._jax.types import explicit_sharding, shard_counts, unchecked
+from ._jax.types import explicit_sharding, has_tangent, shard_counts, unchecked
 
 Only = Callable[..., Any]
 
@@ -54,10 +54,6 @@ __all__ = [
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _has_rows(x: Any) -> bool:
-    return x.shape[-1:] not in ((), (1,))
 
 
 class _ReadyPair(saved_tensors_hooks):
@@ -133,7 +129,9 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Args:
         pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
-        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
     """
 
     def __init__(
@@ -187,7 +185,9 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
-        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
 
     Raises:
         TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
@@ -257,7 +257,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             the axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
         stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
             its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -279,26 +281,29 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
-        def length_of(x: Any) -> int:  # of a block; 0 if packing would not make the tensor smaller
-            if not (_is_float(x) and x.ndim and x.size):
-                return 0
-            length = _block_length(x, block_size)
-            # Each block also keeps three numbers, in float64 or float32.
-            n_bytes = 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
-            return length if n_bytes < length * x.dtype.itemsize else 0
-
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            length = length_of(x)
-            if not length:
+            if not (_is_float(x) and x.ndim and x.size):
+                return x
+            # `jax.export` makes symbolic lengths.
+            is_number = isinstance(x.shape[-1], int)
+            length = _block_length(x.shape[-1] // shard_counts(x)[-1], block_size) if is_number else 1
+            # Each block also keeps three numbers, in float64 or float32.
+            n_bytes = 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+            if n_bytes >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
             codes, smallest, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
             return _Quantized(codes, smallest, low, high, bits, length, x.dtype, sharding)
 
         settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 3))
-        step = Step(pack, _restored, rounding=lambda x: error if _is_float(x) and _has_rows(x) else EXACT)
+
+        def rounding(x: Any) -> Rounding:
+            is_packed = _is_float(x) and x.shape[-1:] not in ((), (1,))
+            return error if is_packed else EXACT
+
+        step = Step(pack, _restored, rounding=rounding)
         super().__init__(quantize_saved, settings, step, recompute, arguments, only)
 
 
@@ -319,31 +324,19 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
     if row.is_product:
         return primitive.name != "dot_general" or not params["dimension_numbers"][1][0]
     is_rounding = primitive.name == "convert_element_type" and not jnp.issubdtype(params["new_dtype"], jnp.inexact)
-    return (row.decides or is_rounding) and any(jnp.issubdtype(t.dtype, jnp.inexact) for t in types)
+    return (row.decides or is_rounding) and any(map(has_tangent, types))
 
 
 # -- blocks of values ------------------------------------------------------------------------------------
 
 
-def _block_length(x: Any, largest: int) -> int:
-    length = x.shape[-1]
-    if not isinstance(length, int):  # `jax.export` makes symbolic lengths
-        return 1
-    return _length_of_block(length // shard_counts(x)[-1], largest)
-
-
 @functools.cache
-def _length_of_block(in_shard: int, largest: int) -> int:
+def _block_length(in_shard: int, largest: int) -> int:
     """Return the greatest divisor up to `largest`, or a larger one if it is far smaller: 1000 -> 125, 262 -> 131."""
-    divisors = [n for n in range(1, in_shard + 1) if in_shard % n == 0] if in_shard <= largest else _divisors(in_shard)
+    small = [n for n in range(1, math.isqrt(in_shard) + 1) if in_shard % n == 0]
+    divisors = [*small, *(in_shard // n for n in small)]
     fitting = max(n for n in divisors if n <= largest)
     return fitting if fitting >= min(in_shard, largest // 8) else min(n for n in divisors if n > largest)
-
-
-@functools.cache
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return [*small, *(number // n for n in small)]
 
 
 def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
@@ -534,7 +527,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         directory: the directory in which the pair creates a folder for its files. It is created if needed.
-        arguments, only, recompute: as described at the top of `pylayer_jax.packers`.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
 
     Raises:
         OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
@@ -579,7 +574,7 @@ class _File:
         self._checksum = zlib.crc32(content)
         try:
             handle, self._path = tempfile.mkstemp(dir=folder.path)
-            weakref.finalize(self, _in_process, os.getpid(), _unlink, self._path)
+            weakref.finalize(self, _in_process, os.getpid(), os.unlink, self._path)
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
         except OSError as error:
@@ -601,14 +596,10 @@ class _File:
         )
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):  # the folder may have been removed before
-        os.unlink(path)
-
-
 def _in_process(process: int, remove: Any, *args: Any) -> None:
     if os.getpid() == process:  # a forked process inherits the finalizers, but the files belong to its parent
-        remove(*args)
+        with contextlib.suppress(OSError):  # the folder of a file may have been removed before
+            remove(*args)
 
 
 def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
@@ -648,9 +639,19 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
         if not pairs:
             raise TypeError("chain takes one pair of hooks or more, got none.")
+        given: Any = pairs
         steps: list[Step] = []
-        for number, hooks in enumerate(pairs, 1):
-            _check_chained(number, hooks)
+        for number, hooks in enumerate(given, 1):
+            if not isinstance(hooks, saved_tensors_hooks):
+                hint = " Write it with parentheses." if isinstance(hooks, type) else ""
+                raise TypeError(f"chain: argument {number} must be a pair of hooks, got {hooks!r}.{hint}")
+            if hooks._pair.by_name is not None:
+                raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
+            if hooks._pair.only is not None:
+                raise ValueError(
+                    f"chain: argument {number}, {hooks!r}, is a chain with only=. Pass its pairs one by one, and the "
+                    "predicate to the outer chain or to one of the pairs."
+                )
             if steps and (steps[-1].host or steps[-1].is_last):
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
@@ -665,19 +666,6 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             recomputes=all(hooks._pair.recomputes for hooks in pairs),
             packs_arguments=all(hooks._pair.packs_arguments for hooks in pairs),
             only=predicate("chain", only),
-        )
-
-
-def _check_chained(number: int, hooks: Any) -> None:
-    if not isinstance(hooks, saved_tensors_hooks):
-        hint = " Write it with parentheses." if isinstance(hooks, type) else ""
-        raise TypeError(f"chain: argument {number} must be a pair of hooks, got {hooks!r}.{hint}")
-    if hooks._pair.by_name is not None:
-        raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
-    if hooks._pair.only is not None:
-        raise ValueError(
-            f"chain: argument {number}, {hooks!r}, is a chain with only=. Pass its pairs one by one, and the "
-            "predicate to the outer chain or to one of the pairs."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._messages import OnceDifferentiableError, plural
-from pylayer_jax._report import progress
+from pylayer_jax._report import progress, type_of
 
 from . import _consistency, _derivatives
 from ._subject import (
@@ -22,7 +22,6 @@ from ._subject import (
     named_outputs,
     run_check,
     tensor_function,
-    type_of,
 )
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -396,12 +395,9 @@ def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[i
     for order in range(max(orders) + 1):
         if order > 1:
             subject = subject.derivative
+        checks = _CHECKS_OF_GRADIENTS if order else (_derivatives.check_outputs,)
         try:
-            for check in _checks_of(order) if order in orders else ():
+            for check in checks if order in orders else ():
                 run_check(check(subject))
         except MismatchError as error:
             raise AssertionError(f"{checker} of {name_of(fun)}, {_ORDERS[order]}: {error}") from None
-
-
-def _checks_of(order: int) -> Sequence[Callable[[Subject], Cases]]:
-    return _CHECKS_OF_GRADIENTS if order > 0 else (_derivatives.check_outputs,)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -74,10 +73,10 @@ def _also_at_other_values(
     accepted, refusal = {"": subject.root.function.values}, ""  # accepted: the values by description
     options = dataclasses.replace(subject.options, limit=1)
     for description, values in _random_values(subject.root.function.values, subject.random(0)):
-        cases, why_refused = _cases_at(subject, values, options, compare_with)
+        cases, why_refused = _cases_at(subject, values, description, options, compare_with)
+        yield from cases
         if cases:
             accepted[description] = values
-            yield from _labelled(cases, description)
             break
         refusal = refusal or why_refused
     # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore far values permit an
@@ -86,13 +85,13 @@ def _also_at_other_values(
     # scale" in tests/checkers/wrong_layers.py.
     result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
     for factor in _FAR if is_first_order else ():  # second derivatives would take long
-        values = [scaled(factor, x) for x in subject.function.values]
+        values, description = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times"
         least_size = 1.0 if factor < 1 else 0.0
         far_options = dataclasses.replace(options, least_size=least_size, result_sizes=result_sizes)
-        cases, _ = _cases_at(subject, values, far_options, compare_with)
+        cases, _ = _cases_at(subject, values, f"{description} the given ones", far_options, compare_with)
+        yield from cases
         if cases:
-            accepted[f"{factor:g} times"] = values
-            yield from _labelled(cases, f"{factor:g} times the given ones")
+            accepted[description] = values
     descriptions = ", ".join(filter(None, accepted))
     other = f", and for other values ({descriptions})" if descriptions else ""
     refused = "" if descriptions else f"; it takes no other values that were tried ({refusal})"
@@ -101,28 +100,26 @@ def _also_at_other_values(
 
 
 def _cases_at(
-    subject: Subject, values: Sequence[Any], options: Options, compare_with: Callable[[Subject], Cases]
+    subject: Subject,
+    values: Sequence[Any],
+    description: str,
+    options: Options,
+    compare_with: Callable[[Subject], Cases],
 ) -> tuple[list[Case], str]:
     """Return the cases at `values` and "", or [] and the reason why the function refuses these values."""
+    label = f" for other values ({description})"
     try:
         other = subject.at(values, options)
         # The outputs of the user's function decide. A gradient that is NaN where they are finite is an error of the
         # layer. See "log_softmax of exp" in tests/checkers/wrong_layers.py.
-        masks, other_masks = map(_finite_masks, (subject.root.outputs, other.root.outputs))
+        masks, other_masks = (
+            [np.isfinite(exact(y)) for y in each.root.outputs if has_tangent(y)] for each in (subject, other)
+        )
         if len(other_masks) != len(masks) or not all(map(np.array_equal, other_masks, masks)):
             return [], "it has outputs that are not finite"
-        return list(compare_with(other)), ""
+        return [dataclasses.replace(case, label=f"{case.label}{label}") for case in compare_with(other)], ""
     except Exception as error:  # a layer may raise an error for some values
         return [], f"{type(error).__name__}: {first_line(error)}"
-
-
-def _labelled(cases: Sequence[Case], description: str) -> Iterator[Case]:
-    for case in cases:
-        yield dataclasses.replace(case, label=f"{case.label} for other values ({description})")
-
-
-def _finite_masks(arrays: Sequence[Any]) -> list[np.ndarray]:
-    return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
 
 
 # -- other values ---------------------------------------------------------------------------------
@@ -171,23 +168,15 @@ def _randomized(x: np.ndarray, low: float, high: float, changes_signs: bool, rng
         angle = rng.uniform(0, 2 * np.pi, x.shape) if changes_signs else np.angle(x)
         other = size * np.exp(1j * angle)
     else:
-        other = _sorted_as(x, _signs(x, changes_signs, rng) * size)
+        if not _may_change_sign(x):  # zeros get the sign of the other entries
+            signs = -1.0 if np.max(x, initial=0.0) <= 0 else 1.0
+        else:
+            signs = rng.choice([-1.0, 1.0], x.shape) if changes_signs else np.where(x < 0, -1.0, 1.0)
+        other = signs * size
+        for direction in (1, -1):
+            if x.ndim and x.shape[-1] > 1 and np.all(np.diff(direction * x) > 0):
+                other = direction * np.sort(direction * other)
     return np.where(np.isfinite(x), other, x)
-
-
-def _signs(x: np.ndarray, changes_signs: bool, rng: np.random.Generator) -> Any:
-    """Return 1.0 or -1.0 for each entry, or for all entries if those of `x` have one sign."""
-    if not _may_change_sign(x):
-        is_nonpositive = np.max(x, initial=0.0) <= 0
-        return -1.0 if is_nonpositive else 1.0
-    return rng.choice([-1.0, 1.0], x.shape) if changes_signs else np.where(x < 0, -1.0, 1.0)
-
-
-def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
-    for direction in (1, -1):
-        if x.ndim and x.shape[-1] > 1 and np.all(np.diff(direction * x) > 0):
-            return direction * np.sort(direction * other)
-    return other
 
 
 # -- branches that no value takes -----------------------------------------------------------------
@@ -270,41 +259,23 @@ def _evaluate(
         return [_Value(a.val, False) if is_literal(a) else value_of[a] for a in atoms]
 
     for equation in jaxpr.eqns:
-        equations, operands = (*within, equation), read(equation.invars)
-        if _is_selection(equation, operands):
-            selections.append(_selection_of(equations, operands))
+        name, equations, operands = equation.primitive.name, (*within, equation), read(equation.invars)
+        is_variable = any(v.is_variable for v in operands) and not _is_guard(equation)
+        decides = operands[0].is_variable if name in ("select_n", "cond") else is_variable  # the first operand selects
+        if name in _BRANCHES and decides:
+            masks = _BRANCHES[name](equation, *(v.array for v in operands))
+            operation = " at ".join(filter(None, [name, line_of(equations)]))
+            selections.append(_Selection(operation, {branch: jnp.any(mask) for branch, mask in masks.items()}))
         if _is_call(equation):
             results, inner_selections = _evaluate(inner_jaxprs(equation.params)[0], operands, equations)
             selections += inner_selections
         else:
-            results = _results_of(equation, operands, jaxpr)
+            known = {a: v.array for a, v in zip(equation.invars, operands, strict=True) if not is_literal(a)}
+            arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
+            followed_mask = [is_variable and _is_followed(equation, v) for v in equation.outvars]
+            results = list(map(_Value, arrays, followed_mask))
         value_of.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars), selections
-
-
-def _is_selection(equation: Any, operands: Sequence[_Value]) -> bool:
-    name = equation.primitive.name
-    if name in ("select_n", "cond"):  # the first operand selects
-        return operands[0].is_variable
-    return name in _BRANCHES and _depends_on_variables(equation, operands)
-
-
-def _selection_of(equations: tuple[Any, ...], operands: Sequence[_Value]) -> _Selection:
-    name = equations[-1].primitive.name
-    masks = _BRANCHES[name](equations[-1], *(v.array for v in operands))
-    operation = " at ".join(filter(None, [name, line_of(equations)]))
-    return _Selection(operation, {branch: jnp.any(mask) for branch, mask in masks.items()})
-
-
-def _results_of(equation: Any, operands: Sequence[_Value], jaxpr: Any) -> list[_Value]:
-    known = {a: v.array for a, v in zip(equation.invars, operands, strict=True) if not is_literal(a)}
-    arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
-    is_variable = _depends_on_variables(equation, operands)
-    return [_Value(x, is_variable and _is_followed(equation, v)) for x, v in zip(arrays, equation.outvars, strict=True)]
-
-
-def _depends_on_variables(equation: Any, operands: Sequence[_Value]) -> bool:
-    return any(v.is_variable for v in operands) and not _is_guard(equation)
 
 
 def _is_call(equation: Any) -> bool:
@@ -437,17 +408,15 @@ SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an ar
 
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
-    rtol = subject.epsilon ** (1 / 3)
-    return directional_cases(
-        subject, functools.partial(_difference, subject), subject.options.limit, "numerically", rtol
-    )
+    rtol, options = subject.epsilon ** (1 / 3), subject.options
+    relative_step = rtol if options.step is None else options.step
 
+    def slope_along(j: int, direction: np.ndarray) -> Slope:
+        sizes = _sizes_of_steps(exact(subject.function.values[j]), direction != 0, options)
+        slopes = [_central_difference(subject, j, relative_step * (size * direction)) for size in sizes]
+        return min(slopes, key=_sort_key)
 
-def _difference(subject: Subject, j: int, direction: np.ndarray) -> Slope:
-    """Return the central difference with the smallest relative error, among those with several steps."""
-    relative_step = subject.epsilon ** (1 / 3) if subject.options.step is None else subject.options.step
-    sizes = _sizes_of_steps(exact(subject.function.values[j]), direction != 0, subject.options)
-    return min((_central_difference(subject, j, relative_step * (size * direction)) for size in sizes), key=_sort_key)
+    return directional_cases(subject, slope_along, options.limit, "numerically", rtol)
 
 
 def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -30,6 +31,7 @@ import numpy as np
 from pylayer_jax._jax.jaxprs import equations_to, inner_jaxprs, stage
 from pylayer_jax._jax.traces import is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key, is_tensor
+from pylayer_jax._report import function_of, type_of
 from pylayer_jax._trees import split
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -173,7 +175,7 @@ def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
     """Return `function` and its arguments as a `TensorFunction`; `checker` is the public function, for messages."""
-    call = getattr(function, "apply", None) if isinstance(function, type) else function
+    call = function_of(function)
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
     if not isinstance(args, (tuple, list)):
@@ -293,9 +295,12 @@ def compare(case: Case) -> None:
         if np.any(wrong):
             worst = np.argmax(np.where(np.isnan(excess), np.inf, excess))
             index = tuple(map(int, np.unravel_index(worst, wrong.shape)))
+            tolerance = "which is not finite there, so that the layer may be right"
+            if np.isfinite(allowed[index]):
+                tolerance = f"tolerance {allowed[index]:.1g}"
             raise MismatchError(
                 f"{label}{f' at index {index}' if index else ''} is {got_numbers[index]:.6g}, but "
-                f"{numbers[index]:.6g} {case.source} ({_about_tolerance(allowed[index])}); wrong at {np.sum(wrong)} of "
+                f"{numbers[index]:.6g} {case.source} ({tolerance}); wrong at {np.sum(wrong)} of "
                 f"{np.sum(~np.isnan(numbers) | wrong)} places.{_about_ratio(got_numbers, numbers)}"
             )
         # Under `shard_map` with check_vma=False, devices may hold different copies of a replicated array.
@@ -314,12 +319,6 @@ def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
     return None
 
 
-def _about_tolerance(allowed: float) -> str:
-    if np.isfinite(allowed):
-        return f"tolerance {allowed:.1g}"
-    return "which is not finite there, so that the layer may be right"
-
-
 def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
     """Return a sentence if all entries are wrong by one factor, such as the number of devices, or else ""."""
     size = float(np.sum(np.abs(expected) ** 2))
@@ -329,10 +328,6 @@ def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
     deviation = np.max(np.abs(got - ratio * expected)) / np.max(np.abs(expected))
     is_constant = deviation <= min(1e-3 * abs(ratio), 0.1 * abs(ratio - 1))
     return f" It is {ratio:.3g} times the right value everywhere." if is_constant and f"{ratio:.3g}" != "1" else ""
-
-
-def type_of(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def exact(x: Any) -> np.ndarray:
@@ -466,21 +461,16 @@ class Subject:
     @functools.cached_property
     def tolerance(self) -> Tolerance:
         """The tolerance for comparing results, which includes the measured rounding noise of each result."""
-        rounded = self._results_of_rounded_values()
-        term_sizes = {**named_outputs(self.output_term_sizes), **self.function.with_names(self.gradient_term_sizes)}
-        noise = {name: self._noise(name, x, rounded.get(name), term_sizes[name]) for name, x in self.results.items()}
-        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
-
-    def _results_of_rounded_values(self) -> dict[str, Any]:
-        """Return the results for values that differ in their last digits, or {} if there is an error."""
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.function.values]
         values = [placed(x, exact(x) * (1 + step)) for x, step in zip(self.function.values, steps, strict=True)]
-        try:
-            rounded = self.function.with_values(values)
-            return {**named_outputs(rounded.run()), **rounded.named_gradients(self.cotangents)}
-        except Exception:  # a layer may raise an error for other values
-            return {}
+        rounded: dict[str, Any] = {}  # the results for values that differ in their last digits
+        with contextlib.suppress(Exception):  # a layer may raise an error for other values
+            other = self.function.with_values(values)
+            rounded = {**named_outputs(other.run()), **other.named_gradients(self.cotangents)}
+        term_sizes = {**named_outputs(self.output_term_sizes), **self.function.with_names(self.gradient_term_sizes)}
+        noise = {name: self._noise(name, x, rounded.get(name), term_sizes[name]) for name, x in self.results.items()}
+        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
 
     def _noise(self, name: str, x: Any, rounded: Any, term_size: float) -> float:
         """Return how far rounding errors may move an entry of `x`; `rounded` is `x` for slightly other values."""
