@@ -79,6 +79,7 @@ def test_each_page_is_in_the_index_and_shows_what_it_prints():
         assert recipe.shown
 
 
+@pytest.mark.filterwarnings("ignore:.* 0 tensors packed:UserWarning")  # which the page hooks_block announces
 @named(RECIPES)
 def test_the_code_of_a_page_prints_what_is_shown(recipe, capsys, request):
     if pytest.mark.ecosystem in marks(recipe) and not request.config.getoption("--require-ecosystem"):
