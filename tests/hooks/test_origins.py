@@ -226,6 +226,23 @@ def test_a_predicate_gets_the_functions_around(mode):
 
 
 @EAGER_AND_JIT
+def test_a_loop_is_a_part_of_the_way(mode):
+    seen = set()
+
+    def only(x, info):
+        seen.add((info.operation, info.layer, info.inside))
+        return True
+
+    def loss(p, x):
+        block = Block("before")
+        return jnp.sum(jax.lax.scan(lambda c, _: (block(p, c), None), x, None, length=3)[0] ** 2)
+
+    mode(jax.grad(noting([], only=only, differentiable=True)(loss)))(PARAMETERS, X)
+    assert ("exp", "", ("loss", "Block", "Attention")) in seen
+    assert ("", "Tanh", ("loss", "Block", "feed_forward")) in seen
+
+
+@EAGER_AND_JIT
 def test_a_tensor_is_decided_once(mode):
     # Both the exponential and the product keep the result of the exponential.
     f = lambda x: jnp.sum(jnp.exp(x) * x)  # noqa: E731
