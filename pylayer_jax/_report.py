@@ -134,7 +134,8 @@ class SavedTensorsReport:
         """Return the cells, with the row of titles first, without columns that would be empty."""
         is_packed = any(r.packed_bytes != r.bytes for r in self.rows)
         has_inside = any(r.inside for r in self.rows)
-        inputs = [r for r in self.rows if r.kind == "input"]
+        inputs = [r for r in self.rows if r.kind == "input" and not r.layer]
+        single = [r for r in self.rows if len(inputs) < 2 or r not in inputs]
 
         def line(origin: str, inside: str, name: str, kind: str, *rest: Any) -> list[str]:
             times, n_bytes, packed, *where = rest
@@ -144,12 +145,13 @@ class SavedTensorsReport:
             ]
 
         table = [line("origin", "inside", "name", "type", "times", "bytes", "packed", "where", "")]
-        for r in self.rows if len(inputs) < 2 else self.rows[: -len(inputs)]:
+        for r in single:
             sizes = f"{r.times}", f"{r.bytes:,}", f"{r.packed_bytes:,}"
             table.append(line(r.layer or r.kind, "/".join(r.inside[-2:]), r.name, type_of(r), *sizes, r.source, r.note))
         if len(inputs) > 1:
-            sizes = f"{sum(r.times for r in inputs)}", f"{sum(r.bytes for r in inputs):,}", f"{self.input_bytes:,}"
-            table.append(line("input", "", f"{inputs[0].name}, ...", f"{len(inputs)} inputs", *sizes, "", ""))
+            sums = [sum(getattr(r, name) for r in inputs) for name in ("times", "bytes", "packed_bytes")]
+            sizes = [f"{n:,}" for n in sums]
+            table.append(line("input", "", "", f"{len(inputs)} inputs", *sizes, "", ""))
         return table
 
     def _total(self) -> str:
