@@ -1,8 +1,8 @@
 """Provides `compare_programs`, which compares the memory, the cost and the gradients of several programs.
 
-    program  temporary memory             held     operations  ...    error
-    plain            2.75 MiB         5.00 MiB          107 M  ...
-    8 bits    1.08 MiB (0.39)  0.84 MiB (0.17)   134 M (1.25)  ...   0.0011
+    program  temporary memory      peak             held     operations  ...  error of gradient
+    plain            2.75 MiB  9.00 MiB         5.00 MiB          107 M  ...
+    8 bits    1.08 MiB (0.39)  7.33 MiB  0.84 MiB (0.17)   134 M (1.25)  ...             0.0011
 
 First `saved_tensors_report` traces each program, so that a wrong program raises its error before XLA spends minutes on
 the others. Then each gradient is compiled, and runs once. At the end all run in turn, to measure their times.

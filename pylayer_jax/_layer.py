@@ -375,7 +375,7 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
 
     | situation                                          | reason                                                      |
     |----------------------------------------------------|-------------------------------------------------------------|
-    | an argument is a `jax.Ref`                         | "custom_vjp with Refs" has no derivative of second order    |
+    | an argument is a `jax.Ref` ("custom_vjp with Refs")| this package's primitives cannot write to a Ref             |
     | the class has forward mode                         | a custom_vjp function has no forward mode                   |
     | the class has a `vmap` method                      | JAX would batch the code of `forward`                       |
     | the call is within a `backward`                    | JAX may transpose this `backward`, or use forward mode      |
@@ -384,7 +384,7 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     | staged and differentiated later, in a block        | JAX traces a fwd rule separately: tensors are packed again  |
     | staged, differentiated later, closes over arrays   | a custom_vjp function gets all arrays as arguments          |
 
-    Without a Ref, the route is "staged" if JAX traces a jaxpr or has no rule for custom_vjp functions, else "eager".
+    After the first row, it is "staged" if JAX traces a jaxpr or has no rule for custom_vjp functions, else "eager".
     """
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred

@@ -296,7 +296,7 @@ class StagedLayer(_hooks.LayerFunction):
         return copied
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        """Pack only in a copy that `packing` made, and not in forward mode, which keeps no residuals."""
+        """Pack only in a copy that `packing` made, and not in eager forward mode, which keeps no residuals."""
         __tracebackhide__ = True
         if self.without_packing is None:
             return self.differentiate(primals, tangents, packs=False)

@@ -136,10 +136,12 @@ class Skeleton:
                 return False
         except Exception:  # static data that cannot be compared counts as equal
             return True
+        pairs = [pair for pair in zip(self.leaves, other.leaves, strict=True) if _Dict in map(type, pair)]
         return all(
-            x.keys == y.keys and all(a.has_structure_of(b) for a, b in zip(x.children, y.children, strict=True))
-            for x, y in zip(self.leaves, other.leaves, strict=True)
-            if type(x) is _Dict and type(y) is _Dict
+            type(x) is type(y)
+            and x.keys == y.keys
+            and all(a.has_structure_of(b) for a, b in zip(x.children, y.children, strict=True))
+            for x, y in pairs
         )
 
 

@@ -685,8 +685,8 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
     all other tensors. `saved_tensors_report` prints a name of each tensor.
 
-    Backward recomputes a tensor that follows from another saved tensor (a transpose, a mask), unless this could enlarge
-    the packing error. If the pairs differ in which tensors backward may recompute, the strictest decides for all
+    Backward recomputes a tensor that follows from another saved tensor (a transpose, an activation), unless this could
+    enlarge the packing error. If the pairs differ in which tensors it may recompute, the strictest decides for all
     tensors. Values from outside the block are packed only if all pairs have `arguments=True`.
 
     Args:

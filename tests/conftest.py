@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import itertools
 import os
 import re
 import warnings
@@ -58,7 +59,18 @@ KNOWN_GAPS = {
 }
 
 
+# Here, of a test with ten cases or more, each third is in the core, and the others run with `every_pair`.
+MANY_CASES = ("hooks/", "derivatives/", "devices/", "layers/test_transforms", "contract/test_vmap")
+MANY_CASES += ("contract/test_host_layers", "contract/test_report")
+
+
 def pytest_collection_modifyitems(items):
+    for function, cases in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(cases)
+        if len(cases) >= 10 and function.removeprefix("tests/").startswith(MANY_CASES):
+            for i, item in enumerate(cases):
+                if i % 3:
+                    item.add_marker(pytest.mark.every_pair)
     for item in items:
         for reason, names in KNOWN_GAPS.items():
             if item.nodeid.removeprefix("tests/") in names:

@@ -17,7 +17,7 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
 4. A `HookedOperation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
 5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
    that `jax.vjp` returns is a residual. For an operation that keeps nothing, the trace of the block records the
-   equation, in eager mode with weak references.
+   equation, in eager mode that of a sum with weak references.
 6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or
    if `only` or the keys of `by_name` exclude its origin.
 7. A residual is recomputed in backward if equations lead to it from tensors that are kept anyway, or from smaller ones.

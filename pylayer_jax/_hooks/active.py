@@ -40,14 +40,15 @@ class Block:
     The current block is a part of the keys of JAX's caches, which may keep it forever. So that they do not keep the
     hooks alive, a block drops its pair when the program leaves the block, and keeps only the key of the pair.
 
-    In a block, JAX reuses the jaxprs that it traced in an equal block. Blocks with equal pairs are equal, and so are
-    two blocks of one thread while both are shared. A block is shared if it was entered while JAX traced no jaxpr, until
-    code in it calls `active_pair` while JAX traces a jaxpr. JAX caches this jaxpr only after the call, so nothing that
-    it caches in a shared block depends on the pair, and a new pair compiles nothing again. Since equal blocks may
-    become unequal, all blocks have the same hash.
+    JAX reuses a jaxpr if the block now equals the block in the key, as both are now:
 
-    Between threads, only equal pairs make blocks equal. JAX lets a thread wait while another thread traces code under
-    an equal key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py
+    - A jaxpr whose code did not ask for hooks (`active_pair`) does not depend on them. The block in its key is still
+      shared, and equals each shared block of this thread: a new pair compiles nothing again.
+    - When code asks for hooks while JAX traces a jaxpr, the block stops being shared. Then its jaxprs are for equal
+      pairs alone.
+
+    Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: one
+    thread may wait for a jaxpr that another traces, before that code has asked for hooks. tests: hooks/test_identity.py
     """
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:

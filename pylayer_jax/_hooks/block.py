@@ -134,7 +134,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
     the block, each tensor once. A jitted function is one operation, and so is a loop in eager mode; a scan that JAX
     traces to a jaxpr packs in each iteration. A tensor that an operation or a jitted function computes from its other
-    residuals (a mask, a square) is recomputed. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
+    residuals by moving their values (a transpose, a broadcast) is recomputed. Arrays on `ctx` attributes, constants and
+    PRNG keys are not packed.
 
     Put the block around the differentiated code: inside the function that `jax.grad` gets, or as a decorator of this
     function. Around a call of `jax.grad`, or of a jitted train step, a block packs only the tensors that layers save,

@@ -335,19 +335,19 @@ class HookedOperation(RuleFunction):
         return Packing(
             self.pair,
             f"the operation {self.name}, residual",
-            primals,
-            origin_of,
-            [*[(x, x) for x in consts], *left],
-            {**of_operands, **recorder.equations},
-            recorder.amplified,
-            recorder.compared,
-            self.is_users_rule,
+            operands=primals,
+            origin_of=origin_of,
+            left_unpacked=[*[(x, x) for x in consts], *left],
+            equations={**of_operands, **recorder.equations},
+            amplified=recorder.amplified,
+            exact=recorder.compared,
+            is_users_rule=self.is_users_rule,
         )
 
 
 def _viewed(x: Any, equations: dict[int, tuple[Any, Equation]]) -> Any:
-    while id(x) in equations and equations[id(x)][1].row.is_view:
-        x = equations[id(x)][1].inputs[0]
+    while (equation := equations.get(id(x), (x, None))[1]) and equation.row.is_view and equation.inputs:
+        x = equation.inputs[0]
     return x
 
 
@@ -691,7 +691,8 @@ class BlockTrace(PassThroughTrace):
             if place is Place.OUTSIDE and not self.pair.packs_arguments:
                 equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
-                # In eager mode, an operand of a sum may be the last reference to an array.
+                # In eager mode, this record could be the last reference to an operand of a sum. (The results of other
+                # equations here have one operand, of the same size.)
                 is_sum = sum([not is_number(x) for x in args]) > 1
                 is_weak = is_sum and not self.is_staging
                 leaves = [weakref.ref(x) if is_weak and is_tracer(x) else x for x in args]

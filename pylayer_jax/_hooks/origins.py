@@ -76,7 +76,9 @@ class Value:
     """A value that a program computes. If a program calls a jaxpr twice, each variable of the jaxpr has two values."""
 
     aval: Any
-    kind: str  # "input", "constant", "operation"; of the result of a `Mark`: "mark", or "recomputed" for its tensor
+    # "input", "constant", "operation"; of the result of a `Mark`: "mark", or "recomputed" for its tensor. What a pack
+    # hook computes is "constant": its row is that of `tensor`.
+    kind: str
     name: str  # the name of the input, the operation or the layer; of the result of a `Mark`: the name of the tensor
     equations: Equations = ()
     tensor: Value | None = None  # the tensor from which a pack hook computed the value

@@ -110,7 +110,7 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    recomputes: bool  # whether backward computes again what is cheap; the hooks of a user see each tensor
+    recomputes: bool  # whether backward computes again what is cheap; else only moves, and operations of integers
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
@@ -195,8 +195,8 @@ class Residual:
     """An expression `function(*inputs)` that computes one tensor in the backward pass.
 
     An input is an array that JAX keeps, or another `Residual`. The function is a `PackedTensor`, a `Recomputed` or
-    `with_tangent`, and holds no arrays except constant scalars. For a tensor that is kept as it is, its array takes the
-    place of a `Residual`.
+    `with_tangent`, and holds no JAX array except constant scalars. For a tensor that is kept as it is, its array takes
+    the place of a `Residual`.
     """
 
     __slots__ = ("function", "inputs")
@@ -206,7 +206,7 @@ class Residual:
 
 
 class PackedTensor:
-    """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array."""
+    """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no JAX array."""
 
     def __init__(
         self, array: Any, unpack: Hook, skeleton: Skeleton, where: str, roundings: frozenset[Rounding]

@@ -57,7 +57,7 @@ class Equation:
         self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Equation)], default=0)
 
     def with_leaves(self, of_leaf: Callable[[Any], Any], done: dict[int, Equation]) -> Equation:
-        """Replace each value or number x of this expression by `of_leaf(x)`."""
+        """Return a copy of this expression with `of_leaf(x)` in place of each value or number x."""
         if id(self) not in done:
             inputs = [x.with_leaves(of_leaf, done) if isinstance(x, Equation) else of_leaf(x) for x in self.inputs]
             done[id(self)] = Equation(self.primitive, self.params, inputs, self.aval)
@@ -68,19 +68,21 @@ class Equation:
         return ROWS.get(self.primitive.name, KEPT)
 
     def is_steep(self, operands: Sequence[Operand]) -> bool:
-        """Return whether the equation multiplies by an exact array, or by a number above 2."""
+        """Return whether the equation multiplies or divides by an exact array, or enlarges by a number more than 2."""
         name = self.primitive.name
         factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact]
         if name not in ("mul", "div") or not factors:
             return False
-        largest = max(np.abs(np.asarray(x)) if is_number(x) else np.inf for x in factors)
-        return bool(largest > 2 if name == "mul" else not largest >= 0.5)
+        if not all(map(is_number, factors)):
+            return True
+        sizes = [np.abs(np.asarray(x)) for x in factors]
+        return bool(max(sizes) > 2 if name == "mul" else not min(sizes) >= 0.5)
 
 
-# The distance of a value from the kept tensors that it is computed from, without a large factor.
-SAME: Final = 0  # the same operation keeps them
-OTHER: Final = 1  # another operation does
-STEEP: Final = 2  # there is a large factor
+# How far a value is from kept tensors, whose errors it has.
+SAME: Final = 0  # it is computed from tensors that the same operation keeps, without a large factor
+OTHER: Final = 1  # from tensors that another operation keeps, without a large factor
+STEEP: Final = 2  # an error may be enlarged, or nothing is known yet
 
 
 class Operand(NamedTuple):
@@ -180,7 +182,7 @@ class Row(NamedTuple):
     """Facts about one primitive."""
 
     recomputed: Mapping[Error, Condition] = {}  # the errors of its operands from which its result may be computed again
-    is_move: bool = False  # its result has the values of its operand, to the bit
+    is_move: bool = False  # it computes nothing: its result has the values of its operand, if it has one
     is_view: bool = False  # its result has the origin of its operand, and is left unpacked where the operand is
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number

@@ -85,7 +85,10 @@ from .primitives import (
 
 
 class Recorder(PassThroughTrace):
-    """A trace that records an `Equation` for each operation with one result, also in short jitted functions."""
+    """A trace that records an `Equation` for each operation in `ROWS` that backward may repeat.
+
+    It goes into short jitted functions.
+    """
 
     __slots__ = ("amplified", "compared", "equations")
 
@@ -344,8 +347,8 @@ class Packing(NamedTuple):
     origin_of: Callable[[Any, int], Origin]  # a value, the index of the tensor that needs it -> the value's origin
     left_unpacked: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
     equations: Mapping[int, tuple[Any, Equation]] = {}  # as in `Recorder`
-    amplified: Collection[int] = ()  # ids of operands that pairs that round pack themselves
-    exact: Collection[int] = ()  # ids of tensors that are not rounded
+    amplified: Collection[int] = ()  # ids of operands that are packed, and not computed from rounded tensors
+    exact: Collection[int] = ()  # ids of tensors that are neither rounded nor computed from rounded ones
     # Whether a rule of a user saved the tensors. It may compare two of them, and XLA rounds an expression differently
     # in another fusion. So they are computed again by moves only. tests: hooks/test_recompute.py
     is_users_rule: bool = False
@@ -393,6 +396,7 @@ class _Derivation(NamedTuple):
 
 
 _CONSTANT: Final = _Derivation({}, {}, 0, SAME)
+_SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _MOST_LARGE_LEAVES: Final = 2  # so that a residual stream x + f(x) is kept once a layer, and not summed from the first
 
 
@@ -476,12 +480,13 @@ class _Packer:
                 group = [
                     y for y in undecided if (other := self._missing(y)) is not None and other.keys() <= missing.keys()
                 ]
-                cost, gain = (sum(map(_size, values)) for values in (missing.values(), group))
-                # A later operation may keep an operand or an output too, and integers are not rounded.
+                cost, gain = (sum(map(_size, values)) for values in (missing.values(), group))  # in bytes
+                # At about equal cost, it is as good to keep an operand or an output, which a later operation may keep
+                # too; integers, which are not rounded; and small tensors.
                 is_as_good = all(
-                    key in shared or not has_tangent(x) or _size(x) * 16 < gain for key, x in missing.items()
+                    key in shared or not has_tangent(x) or _size(x) < gain * _SMALL for key, x in missing.items()
                 )
-                is_worth = cost < gain or (is_as_good and cost <= gain * 17 / 16)
+                is_worth = cost < gain or (is_as_good and cost <= gain * (1 + _SMALL))
                 self._choose([*missing.values()] if is_worth else [x])
             else:
                 self._derived[id(x)] = x
@@ -490,10 +495,10 @@ class _Packer:
     def _choose(self, values: Iterable[Any]) -> None:
         values = list(values)
         if not self.packing.is_users_rule and self.pair.recomputes:
-            # A rounded mean would move all that is computed from it. (A rule may compare it with a rounded tensor.)
-            # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
+            # A rounded mean would move all that is computed from it. But a user's rule may compare it with a rounded
+            # tensor. tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
             largest = max([_size(x) for x, _ in self._tensors.values()])
-            small = [x for x in values if _size(x) * 16 < largest and self._steps_for(x)[1]]
+            small = [x for x in values if _size(x) < largest * _SMALL and self._steps_for(x)[1]]
             self._steps |= {id(x): ((), frozenset[Rounding]()) for x in small}
         self._chosen |= {id(x): x for x in values}
         self._derivations.clear()
@@ -573,7 +578,7 @@ class _Packer:
             if condition is None or not condition(equation, operands):
                 return None
         n_equations = 1 + sum([part.n_equations for part in parts])
-        large = _n_bytes(equation.aval) / 16
+        large = _n_bytes(equation.aval) * _SMALL
         n_large = sum([size > large for size, _ in leaves.values()])
         if n_equations > MOST_EQUATIONS or n_large > _MOST_LARGE_LEAVES:
             return None

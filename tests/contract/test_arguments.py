@@ -145,7 +145,7 @@ def changing(change):
 
 
 def full():
-    return {"w": X, "list": [X], "count": 0, "module": Module(X)}
+    return {"w": X, "list": [X], "count": 0, "module": Module(X), "one": {"w": X}}
 
 
 # An argument, a forward that changes the argument in place, and the name of the argument.
@@ -155,6 +155,7 @@ CHANGES = {
     "pop": (full, lambda ctx, *args: args[0] * args[1].pop("w"), "args"),
     "rename": (full, lambda ctx, x, **named: named["params"].update(v=named["params"].pop("module")) or x, "params"),
     "append": (full, changing(lambda p: p["list"].append(3)), "params"),
+    "unwrap": (full, changing(lambda p: p.update(one=p["one"]["w"])), "params"),
     "count": (full, changing(lambda p: p.update(count=1)), "params"),
     "module": (full, changing(lambda p: setattr(p["module"], "calls", 1)), "params"),
     "fill a list": (list, lambda ctx, x, states: states.append(x) or x * 2, "states"),

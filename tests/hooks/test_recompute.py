@@ -283,6 +283,14 @@ def stream(n_layers):
     return f
 
 
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_jitted_function_may_make_an_iota(mode):
+    f = jax.jit(lambda x: x * jnp.arange(8.0) * jnp.sin(x))
+    for pair in (recompute_saved(), by_name({"sin": cast_saved(), ...: None})):
+        got = mode(jax.grad(pair(lambda x: jnp.sum(f(x)))))(jnp.ones(8))
+        np.testing.assert_allclose(got, jax.grad(lambda x: jnp.sum(f(x)))(jnp.ones(8)), rtol=1e-2)
+
+
 @pytest.mark.parametrize("pair", [recompute_saved(), cast_saved(), quantize_saved()], ids=["exact", "cast", "8 bits"])
 def test_a_residual_stream_is_not_summed_again_from_the_first_layer(pair):
     operations = [jax.jit(jax.grad(pair(stream(n)))).lower(W, X).compile().cost_analysis()["flops"] for n in (12, 24)]
