@@ -33,8 +33,8 @@ def reads_origins(pair: Pair) -> bool:
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
-class Block:
-    """One entry into a `with` block of hooks.
+class Block(set[Any]):
+    """One entry into a `with` block of hooks. As a set, it has the keys of JAX's caches that it matches.
 
     NOTE [blocks as keys]
     The current block is a part of the keys of JAX's caches, which may keep it forever. So that they do not keep the
@@ -49,13 +49,21 @@ class Block:
 
     Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: one
     thread may wait for a jaxpr that another traces, before that code has asked for hooks. tests: hooks/test_identity.py
+
+    JAX's caches in C++ crash if another thread changes them during a comparison, as it may while Python code runs. So
+    two blocks are equal if they share a key: `set.__and__` is C. tests: derivatives/test_several_runs.py
     """
+
+    __eq__ = set.__and__  # type: ignore[assignment]
+    __hash__ = (0).__hash__  # type: ignore[assignment]
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
         self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
-        self._key = value if isinstance(value, str) else value.key
-        self._thread = threading.get_ident()
-        self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
+        key = value if isinstance(value, str) else value.key
+        self.add((hash(key), hash((key, key))))  # numbers, whose comparison is C too; of 128 bits
+        self._key_of_thread = threading.get_ident()
+        if not isinstance(value, str) and not is_staging():
+            self.add(self._key_of_thread)  # shared
         self.is_loss = False  # whether a decorated function entered the block, and ran no backward pass
         self.n_used_before = 0 if isinstance(value, str) else value.n_used
         self.outer: Block | None = None
@@ -67,14 +75,8 @@ class Block:
         """Whether this block is open, not ignored, and was entered in code that JAX does not trace."""
         return self._trace is None and bool(self._contexts)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Block):
-            return False
-        both_shared = self.is_shared and other.is_shared and self._thread == other._thread
-        return both_shared or self._key == other._key
-
-    def __hash__(self) -> int:
-        return 0  # blocks with different keys are equal while both are shared
+    def stop_sharing(self) -> None:
+        self.discard(self._key_of_thread)
 
     def enter(self) -> Block:
         self.outer = _entered.get()
@@ -141,8 +143,8 @@ def active_pair() -> Pair | None:
     if block is None or isinstance(block.value, str):
         return None
     block.check_task()
-    if block.is_shared and is_staging():
-        block.is_shared = False
+    if len(block) > 1 and is_staging():
+        block.stop_sharing()
     return block.value
 
 
