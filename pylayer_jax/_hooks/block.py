@@ -247,14 +247,15 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             with self:
                 block = entered_block(self._pair)
                 if block is None or not block.is_at_top:
+                    is_watched = False  # the block stands where it should: JAX differentiates the function
                     return function(*args, **kwargs)
                 block.is_loss = True
                 if not is_watched:
                     return function(*args, **kwargs)
-                is_watched = False  # JAX answers further calls of a compiled step from a cache
                 watch = BackwardWatch()
                 with set_current_trace(watch):
                     result = function(*args, **kwargs)
+                is_watched = False  # JAX answers further calls of a compiled step from a cache
                 block.is_loss = not watch.was_seen
                 return result
 

@@ -564,19 +564,23 @@ class BlockTrace(PassThroughTrace):
         def bind(*args: Any) -> Any:
             return getattr(current_trace(), method)(primitive, *functions, args, **params)
 
-        kind = primitive.name
-        return self._process(Operation(bind, kind, getattr(functions[0], "__name__", kind)), tracers)
+        kind, function = primitive.name, functions[0]
+        # Where JAX evaluates a jaxpr, `__name__` is a name of JAX.
+        name = function.debug_info.func_name if hasattr(function, "debug_info") else getattr(function, "__name__", kind)
+        return self._process(Operation(bind, kind, name), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
-        results: list[Any] = []  # of each call: an internal tree of JAX, which is no pytree
+        trees: list[Any] = []  # of each call: an internal tree of JAX, which is no pytree
 
         def bind(*args: Any) -> Any:
-            results.append(current_trace().process_shard_map(primitive, fun, args, **params))
-            return list(results[-1].vals)
+            tree = current_trace().process_shard_map(primitive, fun, args, **params)
+            values = list(tree.vals)
+            trees.append(tree.update([None] * len(values)))  # without tracers, which `jax.checking_leaks` would find
+            return values
 
         values = self._process(Operation(bind, primitive.name, primitive.name), tracers)
-        return results[-1].update(values)
+        return trees[-1].update(values)
 
     # -- one operation -------------------------------------------------------------------------------
 
@@ -789,7 +793,7 @@ class BackwardWatch(PassThroughTrace):
 
 
 def _is_backward(source: Any) -> bool:
-    return "transpose(" in str(source.name_stack)
+    return "transpose(jvp" in str(source.name_stack)
 
 
 def _has_backward(jaxpr: Any) -> bool:

@@ -86,6 +86,7 @@ class Value:
     times: int = 1  # the number of iterations, each of which computes one `part`
     whole: Value | None = None  # for a slice, which an inner jaxpr gets: the operand of the scan or shard_map
     viewed: Value | None = None  # the operand of which the value is a reshape, slice or cast
+    others: tuple[Value, ...] = ()  # if a cond returns the value: what its other branches return in its place
     layer: str = ""  # the layer that computed the value; of the result of a `Mark`: the layer that saved the tensor
     mark: Mark | None = None
 
@@ -163,10 +164,13 @@ def origins_of(
 def _origin(
     value: Value, notes_of: Any, origin_of: dict[Value, Origin], outer: Origin, name_of: Mapping[Any, str]
 ) -> Origin:
-    found: list[Note] = []
+    found, others = list[Note](), list[Value]()
     while True:
         found = [*notes_on(value, notes_of), *found]
-        inner = value.innermost()[0]
+        inner = value
+        while inner.part is not None:
+            others += inner.others
+            inner = inner.part
         if inner.viewed is None and inner.unsliced() is value:
             break
         value = inner.viewed or inner.unsliced()
@@ -181,6 +185,8 @@ def _origin(
         own = dataclasses.replace(outer, operation=operation, layer=value.layer, name="", sources=sources)
     if named:
         own = dataclasses.replace(own, name=named[-1].name)
+    if others:
+        own = dataclasses.replace(own, others=tuple(_origin(x, notes_of, origin_of, outer, name_of) for x in others))
     return with_saver(own, savers[0].layer, savers[0].name) if savers else own
 
 
@@ -230,9 +236,12 @@ def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], 
         is_name = name == "name"
         return operands, [Note(operands[0], "", equation.params["name"], equations)] if is_name else []
     if name in _PARTS:
-        parts, times, notes = _PARTS[name](equations, operands)
-        outputs = zip(equation.outvars, parts, times, strict=True)
-        return [dataclasses.replace(v, aval=out.aval, part=v, times=n, whole=None) for out, v, n in outputs], notes
+        parts, times, others, notes = _PARTS[name](equations, operands)
+        outputs = zip(equation.outvars, parts, times, others, strict=True)
+        return [
+            dataclasses.replace(v, aval=out.aval, part=v, times=n, whole=None, others=more)
+            for out, v, n, more in outputs
+        ], notes
     function = _nested_functions(equation.params)[-1] if equation.primitive is rule_function_p else None
     if isinstance(function, LayerFunction):
         return _layer_results(equations, operands)
@@ -283,7 +292,8 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 
 # -- equations with inner jaxprs, whose outputs are parts of the results --------------------------
 
-Parts = tuple[list[Value], list[int], list[Note]]  # the parts, how many iterations compute each of them, and notes
+# The parts, how many iterations compute each of them, what other branches return, and notes.
+Parts = tuple[list[Value], list[int], list[tuple[Value, ...]], list[Note]]
 
 
 def _scan_parts(equations: Equations, operands: list[Value]) -> Parts:
@@ -294,13 +304,13 @@ def _scan_parts(equations: Equations, operands: list[Value]) -> Parts:
     carry = [Value(v.aval, "operation", "scan", equations) for v in inner.invars[n_consts:n_before]]
     slices = _slices(operands[n_before:], inner.invars[n_before:])
     parts, notes = outputs_of(inner, [*operands[:n_consts], *carry, *slices], equations)
-    return parts, [1] * n_carry + [params["length"]] * (len(parts) - n_carry), notes
+    return parts, [1] * n_carry + [params["length"]] * (len(parts) - n_carry), [()] * len(parts), notes
 
 
 def _shard_map_parts(equations: Equations, operands: list[Value]) -> Parts:
     (inner,) = inner_jaxprs(equations[-1].params)
     parts, notes = outputs_of(inner, _slices(operands, inner.invars), equations)
-    return parts, [1] * len(parts), notes
+    return parts, [1] * len(parts), [()] * len(parts), notes
 
 
 # Each branch of a `cond` returns placeholders, which these primitives compute, for the residuals of the others.
@@ -312,14 +322,20 @@ def _cond_parts(equations: Equations, operands: list[Value]) -> Parts:
     notes = [note for _, of_branch in branches for note in of_branch]
     notes_of = by_value(notes)
 
-    def preference(value: Value) -> tuple[bool, bool, bool]:
-        on_value = notes_on(value, notes_of)
-        is_saved = any(note.layer for note in on_value)
-        is_placeholder = value.kind == "constant" or value.name in _PLACEHOLDERS
-        return is_saved, not is_placeholder, value.kind == "operation"
+    def is_placeholder(value: Value) -> bool:
+        return value.kind == "constant" or value.name in _PLACEHOLDERS
 
-    parts = [max(values, key=preference) for values in zip(*(values for values, _ in branches), strict=True)]
-    return parts, [1] * len(parts), notes
+    def preference(value: Value) -> tuple[bool, bool, bool]:
+        is_saved = any(note.layer for note in notes_on(value, notes_of))
+        return is_saved, not is_placeholder(value), value.kind == "operation"
+
+    slots = list(zip(*(values for values, _ in branches), strict=True))
+    parts = [max(values, key=preference) for values in slots]
+    others = [
+        tuple(v for v in values if v is not part and not is_placeholder(v))
+        for values, part in zip(slots, parts, strict=True)
+    ]
+    return parts, [1] * len(parts), others, notes
 
 
 _PARTS: Final[dict[str, Callable[[Equations, list[Value]], Parts]]] = {

@@ -64,6 +64,9 @@ class Origin:
     sources: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     block: Any = dataclasses.field(default=None, repr=False, compare=False)  # source information of the block's entry
 
+    # Other branches of a `cond` may compute the tensor: JAX keeps one array for all of them.
+    others: tuple[Origin, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
         """The functions, classes and named scopes between the block and the operation, each kind outermost first."""
@@ -146,13 +149,17 @@ class Pair:
     def steps_for(self, origin: Origin) -> Sequence[Step]:
         if self.by_name is None:
             return self.steps
-        return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
+        found = [next((key for key in o.keys if key in self.by_name), ...) for o in (origin, *origin.others)]
+        named = [key for key in found if key is not ...]
+        excluded = [key for key in named if not self.by_name[key]]
+        return self.by_name.get((excluded or named or [...])[0], ())
 
     def note(self, origin: Origin) -> None:
         """Record the names of a kept tensor, for a warning about keys of `by_name` that match none."""
         if self.unmatched:
-            self.unmatched.difference_update(origin.keys)
-            self.seen.update(dict.fromkeys(origin.keys))
+            for o in (origin, *origin.others):
+                self.unmatched.difference_update(o.keys)
+                self.seen.update(dict.fromkeys(o.keys))
 
 
 _numbers = WeakTable()  # object -> its number
@@ -284,7 +291,7 @@ def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
     if only is None:
         return True
     with _running("only", where):
-        return bool(only(array, origin))
+        return all(bool(only(array, o)) for o in (origin, *origin.others))
 
 
 def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False) -> Sequence[Step]:

@@ -197,6 +197,33 @@ def test_a_name_is_the_same_in_each_transform(kind, place, mode):
     np.testing.assert_allclose(got, jax.grad(g)(ROWS), rtol=1e-5)
 
 
+def sine(x):
+    y = checkpoint_name(-jax.lax.sin(x), "sine")
+    return y * y
+
+
+def cosine(x):
+    y = -jax.lax.cos(x)
+    return y * y
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("branches", [(sine, cosine), (cosine, sine)])
+def test_branches_of_a_cond_share_arrays_and_each_has_a_say(branches, mode):
+    loss = lambda x: jnp.sum(jax.lax.switch(jnp.int32(x[0] > 0), branches, jax.lax.neg(x)))  # noqa: E731
+    for pairs, is_packed in (({"sine": True}, True), ({"sine": None}, False), ({"sine": None, "cos": True}, False)):
+        kept, rest = [], []
+        spy = noting(kept, lambda x: x.shape == X.shape, differentiable=True)
+        by = {key: spy if value else None for key, value in pairs.items()}
+        mode(jax.grad(by_name({**by, ...: noting(rest, differentiable=True) if not is_packed else None})(loss)))(X[0])
+        assert bool(kept) == is_packed
+
+
+def test_a_shard_map_leaks_no_tracer():
+    with jax.checking_leaks():
+        jax.grad(cast_saved()(lambda x: jnp.sum(sharded(jnp.sin)(x) ** 2)))(ROWS)
+
+
 @EAGER_AND_JIT
 @pytest.mark.parametrize("place", ["jit", "checkpoint", "shard_map", "cond"])
 def test_a_result_keeps_the_origin_that_it_has_inside(place, mode):
@@ -360,6 +387,14 @@ def test_a_block_in_the_wrong_place_warns_although_an_equal_pair_packed_in_the_r
     run = WRONG_PLACES[place](quantize_saved(8, block_size=40))
     with pytest.warns(UserWarning, match=r"jax\.grad"):
         run(X)
+
+
+def test_a_loss_with_a_gradient_inside_does_not_warn_once_it_was_differentiated():
+    energy = lambda x: jnp.sum(jnp.tanh(x) ** 2)  # noqa: E731
+    loss = quantize_saved(8, block_size=56)(lambda x: jnp.sum((jax.grad(energy)(x) - x) ** 2))
+    jax.grad(loss)(X)
+    loss(X)
+    quantize_saved(8, block_size=56)(lambda x: jnp.sum(jnp.linalg.solve(jnp.eye(T), x)))(X)
 
 
 def test_losses_and_right_steps_do_not_warn():
