@@ -61,9 +61,9 @@ class Block(set[Any]):
         self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
         key = value if isinstance(value, str) else value.key
         self.add((hash(key), hash((key, key))))  # numbers, whose comparison is C too; of 128 bits
-        self._key_of_thread = threading.get_ident()
+        self.key_of_thread = threading.get_ident()
         if not isinstance(value, str) and not is_staging():
-            self.add(self._key_of_thread)  # shared
+            self.add(self.key_of_thread)  # shared
         self.is_loss = False  # whether a decorated function entered the block, and ran no backward pass
         self.n_used_before = 0 if isinstance(value, str) else value.n_used
         self.outer: Block | None = None
@@ -74,9 +74,6 @@ class Block(set[Any]):
     def is_at_top(self) -> bool:
         """Whether this block is open, not ignored, and was entered in code that JAX does not trace."""
         return self._trace is None and bool(self._contexts)
-
-    def stop_sharing(self) -> None:
-        self.discard(self._key_of_thread)
 
     def enter(self) -> Block:
         self.outer = _entered.get()
@@ -143,8 +140,8 @@ def active_pair() -> Pair | None:
     if block is None or isinstance(block.value, str):
         return None
     block.check_task()
-    if len(block) > 1 and is_staging():
-        block.stop_sharing()
+    if block.key_of_thread in block and is_staging():
+        block.discard(block.key_of_thread)
     return block.value
 
 

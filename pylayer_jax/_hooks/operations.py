@@ -73,7 +73,7 @@ from pylayer_jax._trees import WeakTable
 
 from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported, reads_origins
 from .host import HostStore
-from .origins import layer_of_params, names_of_equations, origins_of, with_saver
+from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
 from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Equation, Row, is_number
 from .residuals import (
@@ -283,7 +283,7 @@ class HookedOperation(RuleFunction):
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
             residuals = as_arrays(leaves)  # JAX keeps some constants in internal array classes
             is_read = self.holds_code and reads_origins(self.pair)
-            origins = self._origins(primals, nonzero, [*values, *leaves]) if is_read else {}
+            origins = self._origins(primals, nonzero, [*values, *residuals]) if is_read else {}
             packing = self._packing(primals, dict(zip(map(id, leaves), residuals, strict=True)), recorder, origins)
             packed, arrays, values = pack_residuals(packing, residuals, values)
         linear = Pullback(self.name, packed, treedef, [typeof(x) for x in values])
@@ -291,7 +291,7 @@ class HookedOperation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _origins(self, primals: Sequence[Any], nonzero: Sequence[bool], found: Sequence[Any]) -> dict[int, Origin]:
-        """Return the origins by id of `found`: the results, and the leaves of the vjp function."""
+        """Return the origins by id of `found`: the results, and the arrays of the vjp function."""
 
         def differentiated(*args: Any) -> list[Any]:
             run = lambda *given: self.run(*merge(nonzero, given, args))  # noqa: E731
@@ -300,9 +300,8 @@ class HookedOperation(RuleFunction):
 
         n_further = len(primals) - self.n_consts - len(self.origins)
         given = [*[Origin()] * self.n_consts, *self.origins, *[Origin()] * n_further]
-        names = names_of_equations(inner_jaxprs(self.params) if self.jaxpr is None else [self.jaxpr])
-        with hooks_suspended():
-            origins = origins_of(differentiated, list(map(typeof, primals)), given, self.origin, names)
+        jaxprs = inner_jaxprs(self.params) if self.jaxpr is None else [self.jaxpr]
+        origins = origins_of(differentiated, jaxprs, list(map(typeof, primals)), given, self.origin)
         # JAX may keep other constants of staged code than of eager code.
         return dict(zip(map(id, found), origins, strict=True)) if len(found) == len(origins) else {}
 
@@ -321,10 +320,7 @@ class HookedOperation(RuleFunction):
         left = [
             (args[i], _residual_of(equations[i]) if i in equations else args[i]) for i in sorted(self.left_unpacked)
         ]
-        origins = {
-            **_origins_by_id(args, self.origins),
-            **{id(array_of[key]) if key in array_of else key: own for key, own in origins.items()},
-        }
+        origins = _origins_by_id(args, self.origins) | origins
 
         def origin_of(x: Any, _: int) -> Origin:
             own, of_layer = origins.get(id(x)), self.pair.origins.get(_viewed(x, recorder.equations))
@@ -522,9 +518,10 @@ class BlockTrace(PassThroughTrace):
         self.block = Block(pair, self)
         self.records = WeakTable()  # value -> `ValueRecord`; for other values see `record_of`
 
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        return (*self.within, current()) if self.entry else ()
+    def origin(self, operation: str, layer: str) -> Origin:
+        """Return the origin of what an operation or a layer computes now."""
+        sources = (*self.within, current()) if self.entry else ()
+        return Origin("" if layer else operation, layer, sources=sources, block=self.entry)
 
     @property
     def pair(self) -> Pair:
@@ -592,8 +589,7 @@ class BlockTrace(PassThroughTrace):
                 return operation.bind(*args)
             self.block.check_task()
             records = list(map(self.record_of, args))
-            layer = operation.layer
-            origin = Origin("" if layer else operation.name, layer, sources=self.sources, block=self.entry)
+            origin = self.origin(operation.name, operation.layer)
             values = self._bind(operation, args, records, origin)
         self._record_results(operation, args, records, origin, values)
         return values
@@ -702,9 +698,9 @@ class BlockTrace(PassThroughTrace):
                 leaves = [weakref.ref(x) if is_weak and is_tracer(x) else x for x in args]
                 equation = operation.equation(_inputs(leaves, records), values[0])
         if place is Place.BLOCK and operation.holds_code and reads_origins(self.pair):
-            given, names = [r.origin for r in records], names_of_equations(inner_jaxprs(operation.params))
-            with hooks_suspended(), set_current_trace(self.parent_trace):
-                origins = origins_of(operation.bind, list(map(typeof, args)), given, origin, names)
+            given, jaxprs = [r.origin for r in records], inner_jaxprs(operation.params)
+            with set_current_trace(self.parent_trace):
+                origins = origins_of(operation.bind, jaxprs, list(map(typeof, args)), given, origin)
             for value, own in zip(values, origins, strict=True):
                 self.set_record([value], ValueRecord(place, own))
         else:
@@ -871,7 +867,7 @@ def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool)
     if trace is None:  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [], is_exact)
     records = [trace.record_of(whole_batch(x)) for x in operands]
-    origin = Origin(layer=layer, sources=trace.sources, block=trace.entry)
+    origin = trace.origin("", layer)
     is_left = list(map(trace.is_left_unpacked, records))
     return LayerBlock(pair, origin, [r.origin for r in records], is_left, is_exact)
 

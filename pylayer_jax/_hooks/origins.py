@@ -33,6 +33,7 @@ from pylayer_jax._jax.rule_function import (
 )
 from pylayer_jax._jax.transparency import Identity, PartialFunction
 
+from .active import hooks_suspended
 from .pack import PACK_SCOPE, Origin
 from .primitives import JITTED, ROWS
 
@@ -132,14 +133,14 @@ def notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
 # -- origins ------------------------------------------------------------------------------------------------
 
 
-def names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
+def _names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
     """Return the names of operations by JAX's traceback, which their derivatives share."""
     name_of: dict[Any, str] = {}
     for equation in [e for jaxpr in jaxprs for e in jaxpr.eqns]:
         inner = inner_jaxprs(equation.params)
         is_call = equation.primitive.name in JITTED and not is_users(inner[0])
         if inner and not is_call:
-            name_of |= names_of_equations(inner)
+            name_of |= _names_of_equations(inner)
         elif equation.source_info.traceback is not None:
             name_of[equation.source_info.traceback] = equation.params["name"] if is_call else equation.primitive.name
     return name_of
@@ -147,13 +148,18 @@ def names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
 
 def origins_of(
     function: Callable[..., Sequence[Any]],
+    jaxprs: Sequence[Any],
     types: Sequence[Any],
     given: Sequence[Origin],
     outer: Origin,
-    name_of: Mapping[Any, str],
 ) -> list[Origin]:
-    """Return the origins of the results of `function`: from `given`, those of its operands, or by default `outer`."""
-    jaxpr, consts, _ = stage(lambda *args: (function(*args), None), types, "residuals")
+    """Return the origins of the results of `function`, by `given`, those of its operands. `outer` is the default.
+
+    `function` evaluates or differentiates `jaxprs`.
+    """
+    name_of = _names_of_equations(jaxprs)
+    with hooks_suspended():
+        jaxpr, consts, _ = stage(lambda *args: (function(*args), None), types, "residuals")
     inputs = [Value(v.aval, "input", str(i - len(consts))) for i, v in enumerate(jaxpr.invars)]
     origin_of = dict(zip(inputs, [*[Origin()] * len(consts), *given], strict=True))
     values, notes = outputs_of(jaxpr, inputs)
