@@ -73,20 +73,6 @@ def _printable(report: str) -> str:
     return report
 
 
-def _main_without_traceback() -> int:
-    # The C++ code of JAX swallows a KeyboardInterrupt while it compiles. So the signal handler exits.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_after_interrupt)
-    try:
-        try:
-            return main()
-        finally:
-            sys.stdout.flush()  # if Python flushed at exit, a BrokenPipeError could not be caught
-    except BrokenPipeError:  # the process that reads the output, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
-
-
 def _exit_after_interrupt(*_: object) -> None:
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), b"\n")  # start a new line after the progress bar
@@ -116,10 +102,6 @@ applies the layer, and check that. Write -- before the specs if one begins with 
 
 example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5
 """
-
-
-class UnusableError(Exception):
-    """An argument of the command is invalid or not found."""
 
 
 def check(arguments: list[str]) -> tuple[bool, str]:
@@ -163,7 +145,7 @@ def check(arguments: list[str]) -> tuple[bool, str]:
                 float64=options.float64,
                 raises=False,
             )
-    except (UnusableError, ValueError) as error:  # `check_layer` raises ValueError for invalid arguments
+    except ValueError as error:  # an argument of the command or of `check_layer` is invalid
         parser.error(str(error))
     return report.passed, str(report)
 
@@ -174,54 +156,63 @@ def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
         if dtype == "key" and not shape:
             return jax.random.key(seed)
         if dtype not in _DTYPES:
-            raise UnusableError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
+            raise ValueError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
         if not jnp.issubdtype(_DTYPES[dtype], jnp.inexact):
             return jnp.asarray(rng.integers(0, 2, shape), _DTYPES[dtype])
         real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
-        return jnp.asarray(real + 1j * imaginary if dtype in ("c64", "c128") else real, _DTYPES[dtype])
+        return jnp.asarray(real + 1j * imaginary if dtype.startswith("c") else real, _DTYPES[dtype])
     try:
         return ast.literal_eval(spec)
     except (SyntaxError, ValueError, TypeError):
         pass
     if not re.fullmatch(r"\w+(\.\w+)+", spec):
         hint = f" For a string, quote it twice: \"'{spec}'\"." if spec.isidentifier() else ""
-        raise UnusableError(
+        raise ValueError(
             f'{spec}: expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 0.5 or None, or a '
             f"dotted name such as jax.numpy.tanh.{hint}"
         )
     try:
         return pkgutil.resolve_name(spec)
     except Exception as error:  # importing a module may raise anything
-        raise UnusableError(f"{spec}: not found ({type(error).__name__}: {error}).") from error
+        raise ValueError(f"{spec}: not found ({type(error).__name__}: {error}).") from error
 
 
 def _load(target: str) -> Any:
     """Import the layer or function that `mypackage.layers:Tanh` or `layers.py:Tanh` names."""
     module_name, _, name = target.rpartition(":")
     if not module_name or not name:
-        raise UnusableError(f"{target}: {_TARGET}")
+        raise ValueError(f"{target}: {_TARGET}")
     path = Path(module_name)
     if path.suffix == ".py":
         if not path.is_file():
-            raise UnusableError(f"{module_name}: no such file. {_TARGET}")
+            raise ValueError(f"{module_name}: no such file. {_TARGET}")
         sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
     try:
         module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
     except Exception as error:  # importing a module may raise anything
-        raise UnusableError(
-            f"{module_name}: cannot be imported ({type(error).__name__}: {error}). {_TARGET}"
-        ) from error
+        raise ValueError(f"{module_name}: cannot be imported ({type(error).__name__}: {error}). {_TARGET}") from error
     try:
         layer = attrgetter(name)(module)
     except AttributeError:
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise UnusableError(
+        raise ValueError(
             f"{target}: {module_name} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
         ) from None
     if not callable(function_of(layer)):
-        raise UnusableError(f"{target}: expected a layer class or a function, got {layer!r}.")
+        raise ValueError(f"{target}: expected a layer class or a function, got {layer!r}.")
     return layer
 
 
 if __name__ == "__main__":
-    sys.exit(_main_without_traceback())
+    # The C++ code of JAX swallows a KeyboardInterrupt while it compiles. So the signal handler exits.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_after_interrupt)
+    try:
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()  # if Python flushed at exit, a BrokenPipeError could not be caught
+    except BrokenPipeError:  # the process that reads the output, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = PIPE_CLOSED
+    sys.exit(status)

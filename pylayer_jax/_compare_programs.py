@@ -71,12 +71,11 @@ class ProgramComparison:
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of the columns, and for each row the texts of its cells."""
-        rows, loop_mask = self.rows, [r.has_loop for r in self.rows]
-        counts = [r.operations for r in rows]
-        choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
+        rows, counts = self.rows, [r.operations for r in self.rows]
         # There is no ratio where only one of a program and the first has a loop.
-        operations = [with_ratio if has_loop == loop_mask[0] else count for has_loop, with_ratio, count in choices]
-        operations = [f"≥ {x}" if has_loop and x else x for has_loop, x in zip(loop_mask, operations, strict=True)]
+        choices = zip(rows, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
+        operations = [with_ratio if r.has_loop == rows[0].has_loop else count for r, with_ratio, count in choices]
+        operations = [f"≥ {x}" if r.has_loop and x else x for r, x in zip(rows, operations, strict=True)]
         columns = {
             "program": [r.name for r in rows],
             "temporary memory": _with_ratios([r.temp_bytes for r in rows], _BYTES),
@@ -121,15 +120,14 @@ class ProgramComparison:
             ValueError: if no program fits, if XLA does not report the memory, or if the text cannot be read.
         """
         limit = _bytes_of(memory)
+        peaks = [r.peak_bytes for r in self.rows if r.peak_bytes is not None]
         if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
             raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
-        fitting = [r for r in self.rows if (r.peak_bytes or 0) <= limit]
+        fitting = [r for r, peak in zip(self.rows, peaks, strict=True) if peak <= limit]
         if not fitting:
-            least = min(self.rows, key=lambda r: r.peak_bytes or 0)
-            peak, missing = (
-                _in_unit([size], _BYTES)[0] for size in (least.peak_bytes, (least.peak_bytes or 0) - limit)
-            )
-            raise ValueError(f"within({memory!r}): no program fits. {least.name} takes least, {peak}: {missing} more.")
+            least = self.rows[peaks.index(min(peaks))].name
+            peak, missing = (_in_unit([size], _BYTES)[0] for size in (min(peaks), min(peaks) - limit))
+            raise ValueError(f"within({memory!r}): no program fits. {least} takes least, {peak}: {missing} more.")
         if fitting[0].error is None:
             return fitting[0]
         errors = [math.inf if r.error is None or math.isnan(r.error) else r.error for r in fitting]
@@ -203,7 +201,9 @@ def compare_programs(
             array, or if a program returns something else than a real scalar.
         ValueError: if `programs` is empty, or `rounds` is negative.
     """
-    programs = _checked_programs(programs, rounds)
+    programs = _checked_programs(programs)
+    if rounds < 0:
+        raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
     leaves, skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
     has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
@@ -225,9 +225,7 @@ def compare_programs(
         )
 
     def value_and_gradient(name: Any, *tensors: Any) -> Any:
-        def of_floats(floats: list[Any]) -> Any:
-            return value(name, *merge(is_float, floats, tensors))
-
+        of_floats = lambda floats: value(name, *merge(is_float, floats, tensors))  # noqa: E731
         return jax.value_and_grad(of_floats)(select(tensors, is_float))
 
     held: dict[Any, int] = {}
@@ -249,13 +247,19 @@ def compare_programs(
             rows.append(row)
             titles, cells = ProgramComparison(rows)._table()
             show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[-1], strict=True)))
-    if has_values:
-        seconds = _step_seconds(steps, rounds)
-        rows = [dataclasses.replace(row, step_seconds=s) for row, s in zip(rows, seconds, strict=True)]
+    if has_values and rounds:
+        repeats = [math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for step in steps]
+        seconds: list[list[float]] = [[] for _ in steps]
+        timed = list(zip(steps, repeats, seconds, strict=True))
+        for _ in range(rounds):  # each with every step, so that a slower machine slows all steps down together
+            for step, n, times in timed:
+                times.append(_seconds(step, n))
+            timed.reverse()  # in the same order in every round, each step would always run after the same other step
+        rows = [dataclasses.replace(row, step_seconds=tuple(s)) for row, s in zip(rows, seconds, strict=True)]
     return ProgramComparison(rows)
 
 
-def _checked_programs(programs: Any, rounds: int) -> Mapping[Any, Callable[..., Any]]:
+def _checked_programs(programs: Any) -> Mapping[Any, Callable[..., Any]]:
     example = 'compare_programs({"plain": loss, "8 bits": quantize_saved(8)(loss)}, *args)'
     if not isinstance(programs, Mapping):
         if not callable(programs):
@@ -274,8 +278,6 @@ def _checked_programs(programs: Any, rounds: int) -> Mapping[Any, Callable[..., 
                 f"compare_programs: expected a function for {name!r} that takes the arguments and returns a scalar, "
                 f"got {describe(program)}."
             )
-    if rounds < 0:
-        raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
     return programs
 
 
@@ -332,32 +334,13 @@ def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
 
 
 @jax.jit
-def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[Any]]:
+def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], ...]:
     """Return for each array the sum of squares of `got - first`, and that of `first`."""
 
-    def widened(x: Any) -> Any:
-        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x  # sums in bfloat16 would be inexact
-
-    def sum_of_squares(x: Any) -> Any:
-        return jnp.sum(jnp.square(jnp.abs(x)))
-
-    pairs = [(widened(a), widened(b)) for a, b in zip(got, first, strict=True)]
-    return [sum_of_squares(a - b) for a, b in pairs], [sum_of_squares(b) for _, b in pairs]
-
-
-def _step_seconds(steps: Sequence[Callable[[], Any]], rounds: int) -> list[tuple[float, ...]]:
-    """Time every step in each round, so that a slower machine slows all steps down together."""
-    seconds: list[list[float]] = [[] for _ in steps]
-    timed = [
-        (step, math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)), s)
-        for step, s in zip(steps, seconds, strict=True)
-        if rounds
-    ]
-    for _ in range(rounds):
-        for step, repeats, times in timed:
-            times.append(_seconds(step, repeats))
-        timed.reverse()  # in the same order in every round, each step would always run after the same other step
-    return [tuple(times) for times in seconds]
+    # Sums in bfloat16 would be inexact.
+    got, first = ([x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in xs] for xs in (got, first))
+    differences = [a - b for a, b in zip(got, first, strict=True)]
+    return tuple([jnp.sum(jnp.square(jnp.abs(x))) for x in xs] for xs in (differences, first))
 
 
 def _seconds(step: Callable[[], Any], repeats: int) -> float:

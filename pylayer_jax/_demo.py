@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,15 +67,9 @@ def _plain_quantize(x: jax.Array, step: jax.Array, factor: float) -> jax.Array:
     return (q + jax.lax.stop_gradient(jnp.round(q) - q)) * step
 
 
-class Layers(NamedTuple):
-    """The functions from which the network is built."""
-
-    swish: Callable[..., jax.Array]
-    quantize: Callable[..., jax.Array]
-
-
-LAYERS = Layers(Swish.apply, Quantize.apply)
-PLAIN = Layers(jax.nn.swish, _plain_quantize)  # the same functions in plain JAX, with the same gradients
+Layers = tuple[Callable[..., jax.Array], Callable[..., jax.Array]]  # the activation and the quantizer of the network
+LAYERS: Layers = Swish.apply, Quantize.apply
+PLAIN: Layers = jax.nn.swish, _plain_quantize  # the same functions in plain JAX, with the same gradients
 Parameters = list[dict[str, jax.Array]]  # for each matrix product, the weight, the bias and the step of the quantizer
 
 
@@ -89,10 +83,10 @@ def new_parameters(key: jax.Array) -> Parameters:
 
 
 def logits(parameters: Parameters, images: jax.Array, layers: Layers = LAYERS) -> jax.Array:
-    x = images
+    x, (swish, quantize) = images, layers
     for i, p in enumerate(parameters):
-        x = layers.swish(x) if i else x
-        x = x @ layers.quantize(p["weight"], p["step"], (p["weight"].size * HIGH) ** -0.5) + p["bias"]
+        x = swish(x) if i else x
+        x = x @ quantize(p["weight"], p["step"], (p["weight"].size * HIGH) ** -0.5) + p["bias"]
     return x
 
 

@@ -132,27 +132,19 @@ class SavedTensorsReport:
 
     def _table(self) -> list[list[str]]:
         """Return the cells, with the row of titles first, without columns that would be empty."""
-        is_packed = any(r.packed_bytes != r.bytes for r in self.rows)
-        has_inside = any(r.inside for r in self.rows)
         inputs = [r for r in self.rows if r.kind == "input" and not r.layer]
-        single = [r for r in self.rows if len(inputs) < 2 or r not in inputs]
-
-        def line(origin: str, inside: str, name: str, kind: str, *rest: Any) -> list[str]:
-            times, n_bytes, packed, *where = rest
-            return [
-                *(origin, *([inside] if has_inside else []), name, kind),
-                *(times, n_bytes, *([packed] if is_packed else []), *where),
-            ]
-
-        table = [line("origin", "inside", "name", "type", "times", "bytes", "packed", "where", "")]
-        for r in single:
+        table = [["origin", "inside", "name", "type", "times", "bytes", "packed", "where", ""]]
+        for r in [r for r in self.rows if len(inputs) < 2 or r not in inputs]:
             sizes = f"{r.times}", f"{r.bytes:,}", f"{r.packed_bytes:,}"
-            table.append(line(r.layer or r.kind, "/".join(r.inside[-2:]), r.name, type_of(r), *sizes, r.source, r.note))
+            table.append([r.layer or r.kind, "/".join(r.inside[-2:]), r.name, type_of(r), *sizes, r.source, r.note])
         if len(inputs) > 1:
             sums = [sum(getattr(r, name) for r in inputs) for name in ("times", "bytes", "packed_bytes")]
-            sizes = [f"{n:,}" for n in sums]
-            table.append(line("input", "", "", f"{len(inputs)} inputs", *sizes, "", ""))
-        return table
+            table.append(["input", "", "", f"{len(inputs)} inputs", *(f"{n:,}" for n in sums), "", ""])
+        is_shown = {
+            "inside": any(r.inside for r in self.rows),
+            "packed": any(r.packed_bytes != r.bytes for r in self.rows),
+        }
+        return [select(cells, [is_shown.get(title, True) for title in table[0]]) for cells in table]
 
     def _total(self) -> str:
         kept, unpacked = self.total_bytes, self.total_unpacked_bytes
@@ -230,7 +222,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def _residuals(
     run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str]
 ) -> tuple[list[Value], dict[Value, list[Note]]]:
-    """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each. `names` names the tensors."""
+    """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each."""
     is_float = list(map(has_tangent, tensors))
 
     def residuals(*tensors: Any) -> list[Any]:
@@ -263,14 +255,9 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
         if others:
             single.append(_row(tensor, others, notes_of))
     single += [_recomputed_row(value) for value in values if value.kind == "recomputed"]
+    summed = "times", "bytes", "packed_bytes", "host_bytes"
     rows = [
-        dataclasses.replace(
-            row,
-            times=n * row.times,
-            bytes=n * row.bytes,
-            packed_bytes=n * row.packed_bytes,
-            host_bytes=n * row.host_bytes,
-        )
+        dataclasses.replace(row, **{name: n * getattr(row, name) for name in summed})
         for row, n in collections.Counter(single).items()
     ]
     return sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes, -r.bytes))
@@ -308,7 +295,8 @@ def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]
         times, n_bytes = n_iterations * len(arrays), tensor.bytes * len(arrays)
     notes = notes_on(tensor, notes_of)
     savers = [note for note in notes if note.layer]
-    layer, name, equations = savers[0][1:4] if savers else ("", _name(tensor, notes), tensor.equations)
+    names = [tensor.name, *(note.name for note in notes if not note.layer)]
+    layer, name, equations = savers[0][1:4] if savers else ("", names[-1], tensor.equations)
     is_from_input = tensor.kind == "input"
     remarks = {
         f"the input {tensor.name}": bool(savers) and is_from_input,
@@ -336,11 +324,6 @@ def _is_on_host(value: Value) -> bool:
     return value.aval.memory_space == jax.memory.Space.Host
 
 
-def _name(value: Value, notes: Sequence[Note]) -> str:
-    return [value.name, *(note.name for note in notes if not note.layer)][-1]
-
-
 def line_of(equations: Sequence[Any]) -> str:
-    """Return the innermost source line of user code, such as `model.py:12`."""
     # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
     return source_line([equation.source_info for equation in equations])

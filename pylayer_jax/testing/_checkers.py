@@ -9,7 +9,7 @@ from typing import Any
 
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._messages import OnceDifferentiableError, plural
-from pylayer_jax._report import progress, type_of
+from pylayer_jax._report import progress
 
 from . import _consistency, _derivatives
 from ._subject import (
@@ -19,7 +19,6 @@ from ._subject import (
     Subject,
     first_line,
     name_of,
-    named_outputs,
     run_check,
     tensor_function,
 )
@@ -104,7 +103,7 @@ def check_layer(
     subject = Subject(function, expected, Options(rtol=rtol, atol=atol, seed=seed, float64=float64))
     rows: list[Row] = []
     with progress() as show:
-        for name, check in {"eager": _eager, **checks}.items():
+        for name, check in {"eager": _consistency.check_eager, **checks}.items():
             rows.append(_row_of(name, check(subject)))
             show(str(rows[-1]))
             if not rows[0].passed:
@@ -113,12 +112,6 @@ def check_layer(
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
-
-
-def _eager(subject: Subject) -> Cases:
-    yield subject.case(" when it is differentiated", named_outputs(subject.function.run_differentiated()[0]))
-    returned = ", ".join(map(type_of, subject.outputs))
-    return f"returns {returned}; gradients of {', '.join(subject.function.value_names)}"
 
 
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {

@@ -23,8 +23,11 @@ from pylayer_jax._jax.linearity import why_not_linear
 from pylayer_jax._jax.traces import NEEDS_VALUES, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import plural
+from pylayer_jax._report import type_of
 
 from ._subject import (
+    CHANGES,
+    Arrays,
     Case,
     Cases,
     Cotangents,
@@ -45,7 +48,11 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 _EXAMPLES = 3
 _MOST_CHOICES = 16  # the largest number of choices of batched tensors that `check_vmap` tries
 
-_OutputsFunction = Callable[[list[Any]], list[Any]]  # from the differentiated values to the outputs
+
+def check_eager(subject: Subject) -> Cases:
+    yield subject.case(" when it is differentiated", named_outputs(subject.function.run_differentiated()[0]))
+    returned = ", ".join(map(type_of, subject.outputs))
+    return f"returns {returned}; gradients of {', '.join(subject.function.value_names)}"
 
 
 def check_repeatable(subject: Subject) -> Cases:
@@ -62,10 +69,9 @@ def check_repeatable(subject: Subject) -> Cases:
     with contextlib.suppress(Exception):  # the layer may raise an error for these values
         function.with_values([scaled(0.75, x) for x in function.values]).gradients(w)
     yield case(" when the layer ran on other values before backward", pull)
-    for kind in function.changeable_types():
-        with contextlib.suppress(Exception):
-            function.run_changed(kind)
-        yield case(" when the layer ran on other statics or shapes before backward", pull)
+    for kind in CHANGES:
+        if function.run_changed(kind):
+            yield case(" when the layer ran on other statics or shapes before backward", pull)
     return "a second run, and other runs before backward, change nothing"
 
 
@@ -109,7 +115,13 @@ def check_linear(subject: Subject) -> Cases:
             yield subject.case(case.label, case.got, reference_case.got, "by the reference")
         return f"it is not, as that of the reference: {first_line(mismatch)}"
     yield from cases
-    reason = _why_not_proved(subject)
+    pull, w = subject.function.vjp(subject.cotangents), subject.cotangents
+    gradients = lambda *arrays: (list(pull(dict(zip(w, arrays, strict=True)))), None)  # noqa: E731
+    try:
+        jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, w.values())), "backward")
+        reason = why_not_linear(jaxpr, [i >= len(consts) for i in range(len(jaxpr.invars))], consts)
+    except NEEDS_VALUES:
+        reason = "it needs concrete values"
     measured = f"measured with {len(cases)} kinds of cotangents"
     return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
 
@@ -138,20 +150,6 @@ def _linearity_cases(subject: Subject, function: TensorFunction, w: Cotangents) 
     ]
 
 
-def _why_not_proved(subject: Subject) -> str:
-    """Return the reason why there is no proof that the gradients are linear, or "" after a proof."""
-    positions, pull = list(subject.cotangents), subject.function.vjp(subject.cotangents)
-
-    def gradients(*cotangents: Any) -> tuple[list[Any], None]:
-        return list(pull(dict(zip(positions, cotangents, strict=True)))), None
-
-    try:
-        jaxpr, consts, _ = stage(gradients, [jax.typeof(w) for w in subject.cotangents.values()], "backward")
-    except NEEDS_VALUES:
-        return "it needs concrete values"
-    return why_not_linear(jaxpr, [i >= len(consts) for i in range(len(jaxpr.invars))], consts)
-
-
 # -- leaks ----------------------------------------------------------------------------------------
 
 
@@ -178,25 +176,18 @@ def _without_leaks(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except jax.errors.UnexpectedTracerError as error:
         raise MismatchError(f"a leaked tracer is used: {first_line(error)}") from error
     except Exception as error:
-        is_alarm = _is_false_alarm(compute)  # raises the same error again, if the layer raised it
-        if not is_alarm:
-            # In a large process, JAX may raise an IndexError while it looks for references to a leaked tracer.
-            how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
-            raise MismatchError(f"a tracer is leaked: {how}") from error
-    return compute()
-
-
-def _is_false_alarm(compute: Callable[[], dict[str, Any]]) -> bool:
-    # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
-    if "shard_map[" in str(jax.make_jaxpr(compute)()):
-        return True
-    # JAX also reports a tracer that is deleted soon after its trace, such as one that `forward` stores on `ctx`.
-    before = {*map(id, _living_tracers())}
-    try:
-        compute()
-    except jax.errors.UnexpectedTracerError:
-        return False
-    return {*map(id, _living_tracers())} <= before
+        # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
+        if "shard_map[" in str(jax.make_jaxpr(compute)()):  # raises the same error again, if the layer raised it
+            return compute()
+        # JAX also reports a tracer that is deleted soon after its trace, such as one that `forward` stores on `ctx`.
+        before = {*map(id, _living_tracers())}
+        with contextlib.suppress(jax.errors.UnexpectedTracerError):
+            results = compute()
+            if {*map(id, _living_tracers())} <= before:
+                return results
+        # In a large process, JAX may raise an IndexError while it looks for references to a leaked tracer.
+        how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
+        raise MismatchError(f"a tracer is leaked: {how}") from error
 
 
 def _living_tracers() -> list[Any]:
@@ -208,16 +199,17 @@ def _living_tracers() -> list[Any]:
 
 
 def check_jit(subject: Subject) -> Cases:
-    return (yield from _transformed(subject, " of jit", jax.jit(subject.function.outputs)))
+    return (yield from _transformed(subject, " of jit", jax.jit))
 
 
 def check_remat(subject: Subject) -> Cases:
-    return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint(subject.function.outputs)))
+    return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint))
 
 
-def _transformed(subject: Subject, label: str, outputs: _OutputsFunction) -> Cases:
+def _transformed(subject: Subject, label: str, transform: Callable[..., Any]) -> Cases:
     function = subject.function
-    yield subject.case(label, _results(function, outputs, function.values, subject.cotangents))
+    transformed = TensorFunction(transform(function.outputs), {"values": function.values}, function.value_names)
+    yield subject.case(label, transformed.results(subject.cotangents))
     return "outputs and gradients match eager mode"
 
 
@@ -232,50 +224,39 @@ def check_shard_map(subject: Subject) -> Cases:
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
         # JAX raises an error for arguments that are committed to devices other than those of the mesh.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
+    sharded = jax.shard_map(lambda xs: function.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
 
-    def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-        replicated = function.with_tensors(tensors)
-        sharded = jax.shard_map(lambda xs: function.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
-        outputs = lambda values: sharded(replicated.with_values(values).tensors)  # noqa: E731
-        return _results(function, outputs, replicated.values, cotangents)
+    def results(tensors: list[Any], cotangents: Cotangents) -> Arrays:
+        return TensorFunction(sharded, {"tensors": tensors}, function.paths).results(cotangents)
 
     yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
     yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
     return f"outputs and gradients on {plural(count, 'device', 'devices')} match eager mode, under jit and eagerly"
 
 
-def _results(
-    function: TensorFunction, outputs: _OutputsFunction, values: list[Any], cotangents: Cotangents
-) -> dict[str, Any]:
-    """Return the outputs, of a run that JAX does not differentiate, and the gradients."""
-
-    def run(values: list[Any]) -> dict[int, Any]:
-        returned = outputs(values)
-        return {k: returned[k] for k in cotangents}
-
-    pull = jax.vjp(run, values)[1]
-    return {**named_outputs(outputs(values)), **function.with_names(pull(cotangents)[0])}
-
-
 # -- several examples -----------------------------------------------------------------------------
-
-_BatchAxes = dict[int, int]  # from the position of a batched tensor to its batch axis
 
 
 def check_vmap(subject: Subject) -> Cases:
     """Compare the outputs and gradients under `jax.vmap` with those of each example alone."""
-    function, choices = subject.function, _choices_of_batch_axes(subject.function)
+    function, positions = subject.function, subject.function.differentiated_positions
+    # For each choice, by a text for messages: the batch axes by the positions of the batched tensors.
+    choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
+    for n in range(1, len(positions)):
+        for chosen in itertools.combinations(positions, n):
+            names = ", ".join(function.paths[p] for p in chosen)
+            choices[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
+    choices = dict(itertools.islice(choices.items(), _MOST_CHOICES))
     for i, (description, batch_axes) in enumerate(choices.items()):
         # The first choice runs in eager mode. The others are compiled, which is faster.
         yield _case_of_examples(subject, batch_axes, f" of vmap{description}", is_jitted=i > 0)
     done = f"{_EXAMPLES} examples match eager mode, in {plural(len(choices), 'choice', 'choices')} of mapped axes"
-    others = [p for p in range(len(function.tensors)) if p not in function.differentiated_positions]
     # From a batch of rbg keys, JAX draws other random numbers than from each of these keys alone.
-    others = [p for p in others if "rbg" not in str(function.tensors[p].dtype)]
-    if not others:
+    mapped = [p for p, x in enumerate(function.tensors) if p in positions or "rbg" not in str(x.dtype)]
+    if mapped == positions:
         return done
-    names = ", ".join(function.paths[p] for p in others)
-    batch_axes = dict.fromkeys(sorted([*function.differentiated_positions, *others]), 0)
+    names = ", ".join(function.paths[p] for p in mapped if p not in positions)
+    batch_axes = dict.fromkeys(mapped, 0)
     try:
         case = _case_of_examples(subject, batch_axes, f" of vmap, {names} mapped too")
     except Exception as error:  # the layer may need a concrete integer, as a shape or an axis
@@ -284,19 +265,8 @@ def check_vmap(subject: Subject) -> Cases:
     return f"{done}, with {names} mapped too"
 
 
-def _choices_of_batch_axes(function: TensorFunction) -> dict[str, _BatchAxes]:
-    """Return the axes of the batched tensors in each choice, by a text for messages."""
-    positions = function.differentiated_positions
-    choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
-    for n in range(1, len(positions)):
-        for chosen in itertools.combinations(positions, n):
-            names = ", ".join(function.paths[p] for p in chosen)
-            choices[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
-    return dict(itertools.islice(choices.items(), _MOST_CHOICES))
-
-
-def _case_of_examples(subject: Subject, batch_axes: _BatchAxes, label: str, is_jitted: bool = True) -> Case:
-    """Compare the results for a batch of examples with the results for each example alone."""
+def _case_of_examples(subject: Subject, batch_axes: dict[int, int], label: str, is_jitted: bool = True) -> Case:
+    """Compare the results for a batch of examples with those for each alone. `batch_axes`: the axes by position."""
     function, positions = subject.function, subject.function.differentiated_positions
     examples = [
         function.with_tensors([_example(x, i) if p in batch_axes else x for p, x in enumerate(function.tensors)])
@@ -312,23 +282,14 @@ def _case_of_examples(subject: Subject, batch_axes: _BatchAxes, label: str, is_j
         jnp.stack(xs, batch_axes[p]) if p in batch_axes else xs[0]
         for p, xs in enumerate(zip(*(example.tensors for example in examples), strict=True))
     ]
-
-    def outputs_of_batch(values: list[Any]) -> list[Any]:
-        all_tensors = function.with_tensors(tensors).with_values(values).tensors
-
-        def outputs_of_example(batched: list[Any]) -> list[Any]:
-            example = dict(enumerate(all_tensors)) | dict(zip(batch_axes, batched, strict=True))
-            return function.with_tensors(list(example.values())).run()
-
-        in_axes = (list(batch_axes.values()),)
-        return jax.vmap(outputs_of_example, in_axes=in_axes)([all_tensors[p] for p in batch_axes])
-
-    results = lambda values, cotangents: _results(function, outputs_of_batch, values, cotangents)  # noqa: E731
+    in_axes = ([batch_axes.get(p) for p in range(len(tensors))],)
+    run = jax.vmap(lambda xs: function.with_tensors(xs).run(), in_axes=in_axes)
+    batch = TensorFunction(run, {"tensors": tensors}, function.paths)
+    results = lambda values, cotangents: batch.with_values(values).results(cotangents)  # noqa: E731
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
-    got = (jax.jit(results) if is_jitted else results)([tensors[p] for p in positions], cotangents)
-    return subject.case(
-        label, got, {**named_outputs(outputs), **function.with_names(gradients)}, "for each example alone"
-    )
+    got = (jax.jit(results) if is_jitted else results)(batch.values, cotangents)
+    expected = {**named_outputs(outputs), **function.with_names(gradients)}
+    return subject.case(label, got, expected, "for each example alone")
 
 
 def _example(x: Any, i: int) -> Any:

@@ -48,8 +48,7 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 
 def check_gradients(subject: Subject) -> Cases:
     """Compare the gradients with those of the reference, or else with central differences."""
-    compare_with = _compare_with_reference if subject.reference else _compare_with_differences
-    return (yield from _also_at_other_values(subject, compare_with))
+    return (yield from _also_at_other_values(subject, _compare_gradients))
 
 
 def check_second_order(subject: Subject) -> Cases:
@@ -61,7 +60,7 @@ def check_second_order(subject: Subject) -> Cases:
 
 
 def check_outputs(subject: Subject) -> Cases:
-    return (yield from _also_at_other_values(subject, _compare_outputs_with_reference, with_gradients=False))
+    return (yield from _also_at_other_values(subject, _compare_outputs, with_gradients=False))
 
 
 def _also_at_other_values(
@@ -220,8 +219,7 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
 
     @jax.jit
     def run(*leaves: Any) -> dict[tuple[int, str], dict[str, Any]]:
-        inputs = [*(_Value(x, False) for x in consts), *(_Value(x, True) for x in leaves)]
-        _, selections = _evaluate(jaxpr, inputs)
+        _, selections = _evaluate(jaxpr, [*((x, False) for x in consts), *((x, True) for x in leaves)])
         return {(i, operation): is_taken for i, (operation, is_taken) in enumerate(selections)}
 
     runs = [jax.device_get(run(*jax.tree.leaves(point))) for point in points]
@@ -234,18 +232,8 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
     return f"; branches that no value takes: {', '.join(dict.fromkeys(missed))}" if missed else ""
 
 
-class _Value(NamedTuple):
-    """The value of a variable of a jaxpr."""
-
-    array: Any
-    is_variable: bool  # whether the variable depends on more than constants
-
-
-class _Selection(NamedTuple):
-    """An equation that selects between branches."""
-
-    operation: str  # "max at layers.py:12"
-    is_taken: dict[str, Any]  # for each branch, whether any entry takes it
+_Value = tuple[Any, bool]  # the value of a variable of a jaxpr, and whether it depends on more than constants
+_Selection = tuple[str, dict[str, Any]]  # "max at layers.py:12", and for each branch whether any entry takes it
 
 
 def _evaluate(
@@ -256,35 +244,34 @@ def _evaluate(
     selections: list[_Selection] = []
 
     def read(atoms: Sequence[Any]) -> list[_Value]:
-        return [_Value(a.val, False) if is_literal(a) else value_of[a] for a in atoms]
+        return [(a.val, False) if is_literal(a) else value_of[a] for a in atoms]
 
     for equation in jaxpr.eqns:
         name, equations, operands = equation.primitive.name, (*within, equation), read(equation.invars)
-        is_variable = any(v.is_variable for v in operands) and not _is_guard(equation)
-        decides = operands[0].is_variable if name in ("select_n", "cond") else is_variable  # the first operand selects
+        variable_mask = [is_variable for _, is_variable in operands]
+        is_variable = any(variable_mask) and not _is_guard(equation)
+        decides = variable_mask[0] if name in ("select_n", "cond") else is_variable  # the first operand selects
         if name in _BRANCHES and decides:
-            masks = _BRANCHES[name](equation, *(v.array for v in operands))
+            masks = _BRANCHES[name](equation, *(array for array, _ in operands))
             operation = " at ".join(filter(None, [name, line_of(equations)]))
-            selections.append(_Selection(operation, {branch: jnp.any(mask) for branch, mask in masks.items()}))
-        if _is_call(equation):
-            results, inner_selections = _evaluate(inner_jaxprs(equation.params)[0], operands, equations)
+            selections.append((operation, {branch: jnp.any(mask) for branch, mask in masks.items()}))
+        inner = inner_jaxprs(equation.params)
+        # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
+        is_call = len(inner) == 1 and not inner[0].constvars and name not in ("scan", "shard_map")
+        if is_call and [v.aval.shape for v in inner[0].invars] == [v.aval.shape for v in equation.invars]:
+            results, inner_selections = _evaluate(inner[0], operands, equations)
             selections += inner_selections
         else:
-            known = {a: v.array for a, v in zip(equation.invars, operands, strict=True) if not is_literal(a)}
+            known = {a: array for a, (array, _) in zip(equation.invars, operands, strict=True) if not is_literal(a)}
             arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
-            followed_mask = [is_variable and _is_followed(equation, v) for v in equation.outvars]
-            results = list(map(_Value, arrays, followed_mask))
+            # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
+            is_index = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
+            results = [
+                (array, is_variable and (is_index or has_tangent(v.aval) or v.aval.dtype == bool))
+                for array, v in zip(arrays, equation.outvars, strict=True)
+            ]
         value_of.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars), selections
-
-
-def _is_call(equation: Any) -> bool:
-    """Return whether an equation evaluates its inner jaxpr once on its operands, as a jitted function does."""
-    # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
-    if equation.primitive.name in ("scan", "shard_map"):
-        return False
-    inner = inner_jaxprs(equation.params)
-    return len(inner) == 1 and not inner[0].constvars and _shapes(inner[0].invars) == _shapes(equation.invars)
 
 
 def _is_guard(equation: Any) -> bool:
@@ -295,82 +282,53 @@ def _is_guard(equation: Any) -> bool:
     return name == "is_finite" or is_compared_with_itself or has_infinity
 
 
-def _is_followed(equation: Any, result: Any) -> bool:
-    # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
-    is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
-    return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
+# -- cases with a reference or numerical derivatives ----------------------------------------------
 
 
-def _shapes(variables: Sequence[Any]) -> list[Any]:
-    return [v.aval.shape for v in variables]
-
-
-# -- cases with a reference -----------------------------------------------------------------------
-
-
-def _compare_with_reference(subject: Subject) -> Cases:
-    if subject.base is None:
-        yield from _compare_outputs_with_reference(subject)
-    assert subject.reference is not None
-    expected = subject.reference.named_gradients(on_one_device(subject.cotangents))
-    yield subject.case("", subject.named_gradients, expected, "by the reference")
-    return "match those of the reference"
-
-
-def _compare_outputs_with_reference(subject: Subject) -> Cases:
-    """Compare the tensors and the statics (objects that are not tensors)."""
+def _compare_outputs(subject: Subject) -> Cases:
+    """Compare the tensors and the statics (objects that are not tensors) with those of the reference."""
     assert subject.reference is not None
     got, statics = subject.function.run_with_statics()
     expected, expected_statics = subject.reference.run_with_statics()
     if len(got) != len(expected):
         returned = plural(len(got), "tensor is", "tensors are")
         raise MismatchError(f"{returned} returned, but {len(expected)} by the reference.")
-    is_same = len(statics) == len(expected_statics) and all(map(_is_same_static, statics, expected_statics))
-    if expected_statics and not is_same:
+    # Only Python literals are compared, as other objects may differ between runs. `repr` is equal for two NaNs.
+    literals = (str, bytes, int, float, complex, type(None))
+    compared = lambda xs: [(type(x), repr(x) if isinstance(x, literals) else "") for x in xs]  # noqa: E731
+    if expected_statics and compared(statics) != compared(expected_statics):
         raise MismatchError(f"the statics {statics!r} are returned, but {expected_statics!r} by the reference.")
     yield subject.case("", named_outputs(got), named_outputs(expected), "by the reference")
     return "match those of the reference"
 
 
-def _is_same_static(a: Any, b: Any) -> bool:
-    # Only Python literals are compared, as other objects may differ between runs. `repr` is equal for two NaNs.
-    is_compared = isinstance(a, (str, bytes, int, float, complex, type(None)))
-    return type(a) is type(b) and (not is_compared or repr(a) == repr(b))
-
-
-# -- cases with numerical derivatives -------------------------------------------------------------
-
-
-def _compare_with_differences(subject: Subject) -> Cases:
-    n_entries = sum(min(x.size, subject.options.limit) for x in subject.gradients)
+def _compare_gradients(subject: Subject) -> Cases:
+    """Compare the gradients with those of the reference, or else with central differences, in a wider dtype first."""
+    if subject.reference is not None:
+        if subject.base is None:
+            yield from _compare_outputs(subject)
+        expected = subject.reference.named_gradients(on_one_device(subject.cotangents))
+        yield subject.case("", subject.named_gradients, expected, "by the reference")
+        return "match those of the reference"
+    n_entries = sum(min(x.size, subject.options.limit) for x in subject.function.values)
     sentence = f"match finite differences at {n_entries} entries"
-    wider, inner_dtypes = _in_wider_dtype(subject) if subject.options.float64 else (None, ())
+    wide, wide_cases, inner_dtypes = _in_wider_dtype(subject)
     if inner_dtypes:
         sentence += f" (not in float64, because the layer casts to {' and '.join(inner_dtypes)} inside)"
-    if wider is None:
-        yield from _numerical_cases(subject)
-        return sentence
-    yield from wider.cases
+    yield from wide_cases
     outputs, gradients = named_outputs(subject.outputs), subject.named_gradients
-    if first_mismatch([subject.case("", outputs, _cast(named_outputs(wider.subject.outputs), outputs))]):
-        # The outputs in float64 differ by more than rounding errors, as those of a function that draws random numbers.
+    # The outputs in float64 of a function that draws random numbers differ by more than rounding errors.
+    if wide is None or first_mismatch([subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs))]):
         yield from _numerical_cases(subject)
         return sentence
     label = f" in {', '.join(dict.fromkeys(str(x.dtype) for x in subject.function.values))}"
-    yield subject.case(label, gradients, _cast(wider.subject.named_gradients, gradients), f"in {wider.dtype}")
+    source = f"in {jnp.finfo(wide.function.values[0].dtype).dtype}"
+    yield subject.case(label, gradients, _cast(wide.named_gradients, gradients), source)
     return f"{sentence},{label} too"
 
 
-class _Wider(NamedTuple):
-    """A copy of the function under test whose values have a wider dtype, and its cases."""
-
-    subject: Subject
-    cases: list[Case]
-    dtype: str
-
-
-def _in_wider_dtype(subject: Subject) -> tuple[_Wider | None, Sequence[str]]:
-    """Return a copy in float64, or else in float32, and the dtypes to which the function casts float64 inside.
+def _in_wider_dtype(subject: Subject) -> tuple[Subject | None, list[Case], Sequence[str]]:
+    """Return a copy in float64, or else in float32, its cases, and the dtypes to which the function casts float64.
 
     The copy is None if the function casts, or raises an error, which the caller gets in the original dtypes too.
     """
@@ -378,7 +336,7 @@ def _in_wider_dtype(subject: Subject) -> tuple[_Wider | None, Sequence[str]]:
     inner_dtypes: Sequence[str] = ()
     for dtype, complex_dtype in (jnp.float64, jnp.complex128), (jnp.float32, jnp.complex64):
         epsilon = float(jnp.finfo(dtype).eps)
-        if epsilon >= own_epsilon:
+        if epsilon >= own_epsilon or not subject.options.float64:
             break
         with jax.enable_x64(True), contextlib.suppress(Exception):
             values, weights = jax.tree.map(
@@ -388,8 +346,8 @@ def _in_wider_dtype(subject: Subject) -> tuple[_Wider | None, Sequence[str]]:
             wide = Subject(subject.function.with_values(values), None, subject.options, subject.base, weights)
             inner_dtypes = inner_dtypes or wide.function.inner_dtypes()
             if wide.epsilon <= epsilon:
-                return _Wider(wide, list(_numerical_cases(wide)), jnp.dtype(dtype).name), inner_dtypes
-    return None, inner_dtypes
+                return wide, list(_numerical_cases(wide)), inner_dtypes
+    return None, [], inner_dtypes
 
 
 def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
@@ -403,6 +361,12 @@ class Slope(NamedTuple):
     error: float  # how large the error of the value may be
     direction: np.ndarray  # of length 1, after rounding
 
+    @property
+    def relative_error(self) -> float:  # at most 1, or infinite
+        if not np.isfinite(self.error):
+            return np.inf
+        return self.error / max(abs(self.value), self.error) if self.error else 0.0
+
 
 SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an array and a direction
 
@@ -412,26 +376,20 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
     relative_step = rtol if options.step is None else options.step
 
     def slope_along(j: int, direction: np.ndarray) -> Slope:
-        sizes = _sizes_of_steps(exact(subject.function.values[j]), direction != 0, options)
+        value, is_moved = exact(subject.function.values[j]), direction != 0
+        whole = largest(value)
+        sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
+        if options.step is None and whole:
+            # The best step size may be a fixed number, or proportional to the largest entry, or to each entry. Try all
+            # three. The two factors of 0.1 leave out a size that would hardly differ from another one.
+            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
+            sizes += [whole] if whole < 0.1 else []
+            smallest = np.min(own, where=is_moved, initial=whole)
+            sizes += [own] if smallest < min(0.1 * max(1.0, whole), whole) else []
         slopes = [_central_difference(subject, j, relative_step * (size * direction)) for size in sizes]
-        return min(slopes, key=_sort_key)
+        return min(slopes, key=lambda slope: (slope.relative_error, slope.error))
 
     return directional_cases(subject, slope_along, options.limit, "numerically", rtol)
-
-
-def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:
-    """Return scales for a finite-difference step: numbers, or arrays with one number per entry of `value`."""
-    # The two factors of 0.1 leave out a scale whose step would hardly differ from another one.
-    whole = largest(value)
-    sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
-    if options.step is None and whole:
-        # The best step size may be a fixed number, or proportional to the largest entry, or to each entry. Try all
-        # three.
-        own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
-        sizes += [whole] if whole < 0.1 else []
-        smallest = np.min(own, where=is_moved, initial=whole)
-        sizes += [own] if smallest < min(0.1 * max(1.0, whole), whole) else []
-    return sizes
 
 
 def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slope:
@@ -450,13 +408,6 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
         error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
     length = float(np.linalg.norm(step))
     return Slope(change / length, error / length, step / length)
-
-
-def _sort_key(slope: Slope) -> tuple[float, float]:
-    """Return the relative error of a slope, which is at most 1 or infinite, and the absolute error."""
-    if not np.isfinite(slope.error):
-        return np.inf, np.inf
-    return slope.error / max(abs(slope.value), slope.error) if slope.error else 0.0, slope.error
 
 
 def directional_cases(
@@ -540,7 +491,15 @@ def check_forward_mode(subject: Subject) -> Cases:
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
     yield from _forward_cases(subject, alone, 0, "by jax.jvp")
     yield from _under_jit(subject, "by jax.jvp, under jit")
-    yield from _under_vmap(subject, "by jax.jvp of vmap")
+    outputs = jax.vmap(subject.function.selected(subject.cotangents))
+    batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents)[1])
+
+    def first_of_two(j: int, tangent: Any) -> list[Any]:
+        arrays = subject.function.values, _zeros_but(subject, j, tangent)
+        values, tangents = (tuple(jnp.stack([x, scaled(0.9, x)]) for x in xs) for xs in arrays)
+        return [t[0] for t in batched_jvp(values, tangents).values()]
+
+    yield from _forward_cases(subject, first_of_two, 0, "by jax.jvp of vmap")
     return "matches reverse mode, entry by entry, also under jit and vmap"
 
 
@@ -549,11 +508,22 @@ def check_forward_over_reverse(subject: Subject) -> Cases:
     second = subject.derivative
     if reason := _why_not_defined(second):
         return reason
-    over_forward = ""
-    if not _why_not_defined(subject):
-        yield from _over_forward(subject, "by jax.jvp of jax.jvp")
-        over_forward = "; so does forward over forward"
+    has_forward_mode = not _why_not_defined(subject)
+    if has_forward_mode:
+        # Compare the derivatives of (J^T w) . u with those of the same number w . (J u), along random directions.
+        u, count = list(second.cotangents.values()), len(subject.function.values)
+
+        def products(*args: Any) -> list[Any]:  # args: the values, then w
+            tangents = _jvp(subject, subject.function.with_values(args[:count]), u)
+            return [w * t for w, t in zip(args[count:], tangents, strict=True)]
+
+        def jvp(j: int, tangent: Any) -> list[Any]:
+            return jax.jvp(products, tuple(second.function.values), _zeros_but(second, j, tangent))[1]
+
+        ones = [np.ones(())] * len(subject.cotangents)
+        yield from _forward_cases(second, jvp, 0, "by jax.jvp of jax.jvp", weights=ones)
     yield from _under_jit(second, "by jax.jvp of the gradients, under jit")
+    over_forward = "; so does forward over forward" if has_forward_mode else ""
     return f"matches reverse over reverse, entry by entry, also under jit{over_forward}"
 
 
@@ -582,9 +552,6 @@ def _zeros_but(subject: Subject, j: int, tangent: Any) -> tuple[Any, ...]:
     return tuple(tangent if i == j else jnp.zeros_like(x) for i, x in enumerate(subject.function.values))
 
 
-# -- cases with derivatives by forward mode -------------------------------------------------------
-
-
 def _forward_cases(
     subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, how: str, weights: Sequence[Any] = ()
 ) -> Iterator[Case]:
@@ -604,31 +571,3 @@ def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
     function, limit = subject.function, subject.options.limit
     jitted = jax.jit(lambda values, tangents: _jvp(subject, function.with_values(values), tangents))
     return _forward_cases(subject, lambda j, t: jitted(function.values, _zeros_but(subject, j, t)), limit, how)
-
-
-def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
-    """Compare the gradients with the first of two examples in forward mode, along random directions."""
-    outputs = jax.vmap(subject.function.selected(subject.cotangents))
-    batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents))
-
-    def jvp(j: int, tangent: Any) -> list[Any]:
-        arrays = subject.function.values, _zeros_but(subject, j, tangent)
-        values, tangents = (tuple(jnp.stack([x, scaled(0.9, x)]) for x in xs) for xs in arrays)
-        return [t[0] for t in batched_jvp(values, tangents)[1].values()]
-
-    return _forward_cases(subject, jvp, 0, how)
-
-
-def _over_forward(subject: Subject, how: str) -> Iterator[Case]:
-    """Compare the derivatives of (J^T w) . u with those of the same number w . (J u), along random directions."""
-    second, count = subject.derivative, len(subject.function.values)
-    u = list(second.cotangents.values())
-
-    def products(*args: Any) -> list[Any]:  # args: the values, then w
-        tangents = _jvp(subject, subject.function.with_values(args[:count]), u)
-        return [w * t for w, t in zip(args[count:], tangents, strict=True)]
-
-    def jvp(j: int, tangent: Any) -> list[Any]:
-        return jax.jvp(products, tuple(second.function.values), _zeros_but(second, j, tangent))[1]
-
-    return _forward_cases(second, jvp, 0, how, weights=[np.ones(())] * len(subject.cotangents))

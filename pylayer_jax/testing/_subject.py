@@ -103,14 +103,18 @@ class TensorFunction:
 
         return jax.vjp(run, self.values, has_aux=True)[2]
 
-    def changeable_types(self) -> list[type]:
-        arguments = [*self.tensors, *self.skeleton.statics()]
-        return [kind for kind in _CHANGES if any(_changed(kind, x) is not x for x in arguments)]
+    def run_changed(self, kind: type) -> bool:
+        """Run the function with all arguments of one type changed, and return whether there are any."""
 
-    def run_changed(self, kind: type) -> None:
-        """Run the function with all arguments of one type changed: other numbers or bools, or larger arrays."""
-        change = functools.partial(_changed, kind)
-        self.function(*self.skeleton.fill(list(map(change, self.tensors)), change))
+        def changed(x: Any) -> Any:
+            applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
+            return CHANGES[kind](x) if applies else x
+
+        if all(changed(x) is x for x in (*self.tensors, *self.skeleton.statics())):
+            return False
+        with contextlib.suppress(Exception):  # the function may raise an error for other arguments
+            self.function(*self.skeleton.fill(list(map(changed, self.tensors)), changed))
+        return True
 
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
         """Return the function from the values to a dict of the outputs at `positions`."""
@@ -132,6 +136,10 @@ class TensorFunction:
 
     def with_names(self, gradients: Sequence[Any]) -> dict[str, Any]:
         return {f"the gradient of {name}": g for name, g in zip(self.value_names, gradients, strict=True)}
+
+    def results(self, cotangents: Cotangents) -> Arrays:
+        """Return the outputs, of a run that JAX does not differentiate, and the gradients."""
+        return {**named_outputs(self.run()), **self.named_gradients(cotangents)}
 
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
         """Return the function from the values and the cotangents to the gradients, which are of order `order`."""
@@ -157,18 +165,13 @@ def _narrowing_casts(jaxpr: Any) -> Iterator[str]:
                 yield new.name
 
 
-_CHANGES: dict[type, Callable[[Any], Any]] = {
+# From a type of arguments to a function that returns another argument of this type. Scalar arrays stay unchanged.
+CHANGES: dict[type, Callable[[Any], Any]] = {
     float: lambda x: 0.75 * x,
     int: lambda x: x + 1,
     bool: lambda x: not x,
     jax.Array: lambda x: jnp.concatenate([x, x]),
 }
-
-
-def _changed(kind: type, x: Any) -> Any:
-    """Return `x`, changed if it has the type `kind`. A scalar array stays unchanged."""
-    applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
-    return _CHANGES[kind](x) if applies else x
 
 
 def tensor_function(
@@ -427,12 +430,8 @@ class Subject:
         return cotangents
 
     @functools.cached_property
-    def gradients(self) -> list[Any]:
-        return self.function.gradients(self.cotangents)
-
-    @property
     def named_gradients(self) -> dict[str, Any]:
-        return self.function.with_names(self.gradients)
+        return self.function.named_gradients(self.cotangents)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -460,28 +459,24 @@ class Subject:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        """The tolerance for comparing results, which includes the measured rounding noise of each result."""
+        """The tolerance for comparing results, which includes how far rounding errors may move each of them."""
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.function.values]
         values = [placed(x, exact(x) * (1 + step)) for x, step in zip(self.function.values, steps, strict=True)]
-        rounded: dict[str, Any] = {}  # the results for values that differ in their last digits
+        rounded: Arrays = {}  # the results for values that differ in their last digits
         with contextlib.suppress(Exception):  # a layer may raise an error for other values
-            other = self.function.with_values(values)
-            rounded = {**named_outputs(other.run()), **other.named_gradients(self.cotangents)}
+            rounded = self.function.with_values(values).results(self.cotangents)
         term_sizes = {**named_outputs(self.output_term_sizes), **self.function.with_names(self.gradient_term_sizes)}
-        noise = {name: self._noise(name, x, rounded.get(name), term_sizes[name]) for name, x in self.results.items()}
+        noise: dict[str, float] = {}
+        for name, x in self.results.items():
+            if has_tangent(x):
+                change = largest(exact(x) - exact(rounded[name])) if name in rounded else 0.0
+                measured = 4 * max(change, self.epsilon * term_sizes[name])
+                # Rounding errors are much smaller than 1 unless the array has large values.
+                most = self.epsilon**0.5 * max(largest(x), 1.0)
+                # At scaled values, an error may also be small relative to the results at the user's values.
+                noise[name] = max(min(measured, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
         return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
-
-    def _noise(self, name: str, x: Any, rounded: Any, term_size: float) -> float:
-        """Return how far rounding errors may move an entry of `x`; `rounded` is `x` for slightly other values."""
-        if not has_tangent(x):
-            return 0.0
-        change = 0.0 if rounded is None else largest(exact(x) - exact(rounded))
-        noise = 4 * max(change, self.epsilon * term_size)
-        # Rounding errors are much smaller than 1 unless the array has large values.
-        most = self.epsilon**0.5 * max(largest(x), 1.0)
-        # At scaled values, an error may also be small relative to the results at the user's values.
-        return max(min(noise, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
