@@ -25,12 +25,13 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import Partial
 
 from ._hooks.block import predicate, saved_tensors_hooks
 from ._hooks.pack import Step, key_of
@@ -57,7 +58,7 @@ def _is_float(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    """Base class of the ready pairs; packs to the tensor, a NumPy array, or an object with a method `restored`."""
+    """Base class of the ready pairs, whose pack hooks return an array, or a function without arguments as a pytree."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
@@ -87,13 +88,9 @@ class _ReadyPair(saved_tensors_hooks):
         )
 
 
-def _exact(_: Any) -> Rounding:
-    return EXACT
-
-
 @unchecked
 def _restored(packed: Any) -> Any:
-    return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
+    return packed() if isinstance(packed, Partial) else packed
 
 
 class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -139,25 +136,17 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
     ) -> None:
         def move(x: Any) -> Any:
             if is_tracer(x):
-                return _OnHost(_to_host(x), placed=True)
+                return Partial(_to_device, _to_host(x))
             # NumPy cannot read an array that is spread over several processes. It can read a constant in an internal
             # array class of JAX, which has no attribute `committed`.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
-                return _OnHost(_to_host(x), placed=x.committed)
+                # `jax.device_put` would commit an uncommitted array to a device. JAX makes an uncommitted array from a
+                # NumPy array.
+                return Partial(_to_device if x.committed else np.asarray, _to_host(x))
             return np.asarray(x)
 
-        step = Step(move, _restored, differentiable=True, floats_only=True, is_last=True, rounding=_exact)
+        step = Step(move, _restored, differentiable=True, floats_only=True, is_last=True, rounding=lambda _: EXACT)
         super().__init__(save_on_cpu, (bool(pin_memory),), step, recompute, arguments, only)
-
-
-class _OnHost(NamedTuple):
-    array: Any
-    placed: bool  # True for traced and committed arrays, which are restored by a transfer instead of by NumPy
-
-    def restored(self) -> Any:
-        # `jax.device_put` would commit an uncommitted array to a device. JAX makes an uncommitted array from a NumPy
-        # array.
-        return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
 # Jitted, because eager shard_map refuses a transfer that is not jitted.
@@ -215,21 +204,13 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            return _Cast(x.astype(narrow), x.dtype) if is_narrowed(x) else x
+            return Partial(jax.lax.convert_element_type, x.astype(narrow), x.dtype) if is_narrowed(x) else x
 
         info = jnp.finfo(narrow)
         has_range = info.maxexp >= jnp.finfo(jnp.float32).maxexp  # else a value may overflow where its results do not
         error = Rounding(Error.RELATIVE if has_range else Error.OVERFLOWING, float(info.eps) / 2)
         step = Step(pack, _restored, differentiable=True, rounding=lambda x: error if is_narrowed(x) else EXACT)
         super().__init__(cast_saved, (narrow,), step, recompute, arguments, only)
-
-
-class _Cast(NamedTuple):
-    array: Any
-    dtype: Any
-
-    def restored(self) -> Any:
-        return self.array.astype(self.dtype)
 
 
 class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -294,17 +275,15 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if n_bytes >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
-            codes, smallest, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return _Quantized(codes, smallest, low, high, bits, length, x.dtype, sharding)
-
-        settings, error = (bits, block_size, rounds_stochastically), Rounding(Error.RANGE, 0.5 / (2**bits - 3))
+            packed = _quantize(x, bits, rounds_stochastically, length, sharding)
+            return Partial(_dequantize, *packed, bits, length, x.dtype, sharding)
 
         def rounding(x: Any) -> Rounding:
-            is_packed = _is_float(x) and x.shape[-1:] not in ((), (1,))
-            return error if is_packed else EXACT
+            may_be_packed = _is_float(x) and x.shape[-1:] not in ((), (1,))
+            return Rounding(Error.RANGE, 0.5 / (2**bits - 3)) if may_be_packed else EXACT
 
-        step = Step(pack, _restored, rounding=rounding)
-        super().__init__(quantize_saved, settings, step, recompute, arguments, only)
+        settings = bits, block_size, rounds_stochastically
+        super().__init__(quantize_saved, settings, Step(pack, _restored, rounding=rounding), recompute, arguments, only)
 
 
 def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
@@ -341,34 +320,20 @@ def _block_length(in_shard: int, largest: int) -> int:
 
 def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
     """Divide an axis into blocks: [..., n, ...] becomes [..., n / length, length, ...]."""
+    if sharding is not None:
+        names = tuple(sharding.spec)
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*names[: axis + 1], None, *names[axis + 1 :]))
     shape = (*x.shape[:axis], x.shape[axis] // length, length, *x.shape[axis + 1 :])
-    return _reshaped(x, shape, sharding, lambda names: (*names[: axis + 1], None, *names[axis + 1 :]))
+    return jnp.reshape(x, shape, out_sharding=sharding)
 
 
 def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
     """Join the blocks of an axis: [..., n / length, length, ...] becomes [..., n, ...]."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return _reshaped(x, shape, sharding, lambda names: names)
-
-
-def _reshaped(x: jax.Array, shape: Any, sharding: Any, names_of: Callable[[Any], Any]) -> jax.Array:
-    if sharding is None:
-        return jnp.reshape(x, shape)
-    ndim = min(len(shape), x.ndim)  # of the array that is not divided
-    names = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*names_of(names))))
+    return jnp.reshape(x, shape, out_sharding=sharding)
 
 
 # -- bits ------------------------------------------------------------------------------------------------
-
-
-class _Bits(NamedTuple):
-    array: Any  # uint8
-    axis: int
-    sharding: Any
-
-    def restored(self) -> Any:
-        return _from_bits(*self)
 
 
 def _pack_bits(x: Any) -> Any:
@@ -377,7 +342,7 @@ def _pack_bits(x: Any) -> Any:
         length = x.shape[axis]
         if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
             sharding = explicit_sharding(x)
-            return _Bits(_to_bits(x, axis, sharding), axis, sharding)
+            return Partial(_from_bits, _to_bits(x, axis, sharding), axis, sharding)
     return x
 
 
@@ -402,24 +367,15 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 # -- quantization ----------------------------------------------------------------------------------------
 
 
-class _Quantized(NamedTuple):
-    codes: Any  # uint8[..., blocks, length]; for 4 bits, each uint8 holds two codes
-    smallest: Any  # the smallest value of each block
-    low: Any  # the smallest of the larger values, or the largest finite one if there are none
-    high: Any  # the largest finite value
-    bits: int
-    length: int
-    dtype: Any
-    sharding: Any  # the sharding of the tensor, if the sharding is explicit
-
-    def restored(self) -> Any:
-        return _dequantize(*self)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and the three numbers of each block.
+
+    These are the smallest value; the smallest of the larger ones, or the largest finite one if there are none; and the
+    largest finite value.
+    """
     x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
     smallest, second, high = _ends(x)
     constants = jnp.uint8(2**bits - 2), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
@@ -546,7 +502,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     ) -> None:
         path = os.path.abspath(os.fspath(directory))
         save = functools.partial(_File, _Folder(path))
-        step = Step(save, _restored, host=True, floats_only=True, rounding=_exact)
+        step = Step(save, _File.restored, host=True, floats_only=True, rounding=lambda _: EXACT)
         super().__init__(save_on_disk, (path,), step, recompute, arguments, only)
 
 
@@ -697,8 +653,8 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
 
     Warns:
-        UserWarning: if a key of the dict is the name of no tensor, although code in the block keeps tensors. Each pair
-            warns once.
+        UserWarning: if a key of the dict is the name of no tensor that is kept, although code in the block keeps
+            tensors. Each pair warns once.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
