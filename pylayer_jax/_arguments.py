@@ -147,11 +147,13 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []
     by_keyword = bound.kwargs
+    first = next(iter(signature.parameters.values()), None)
+    has_context = first is not None and first.kind is not first.VAR_POSITIONAL
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             # A method `forward(*args)` has no separate parameter for the context. The context is `args[0]`.
-            values = value if _has_context(signature) else value[1:]
+            values = value if has_context else value[1:]
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
             keywords += value.items()
@@ -159,7 +161,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
             keywords.append((name, value))
         else:
             positional.append((name, value))
-    if _has_context(signature):
+    if has_context:
         del positional[0]
     return Arguments.of(layer.__qualname__, positional + keywords, len(positional))
 
@@ -172,11 +174,6 @@ def call_of_apply(layer: Any) -> str:
 
 
 # -- signatures ------------------------------------------------------------------------------------------
-
-
-def _has_context(signature: inspect.Signature) -> bool:
-    first = next(iter(signature.parameters.values()), None)
-    return first is not None and first.kind is not first.VAR_POSITIONAL
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
@@ -204,17 +201,13 @@ _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyD
 def _declared(layer: Any) -> _Declared:
     forward = layer._forward_with_ctx()
     function = getattr(forward, "__func__", forward)
+    is_bound = function is not forward
     try:
         known = _known.setdefault(function, {})
     except TypeError:  # `function` is an object that cannot be hashed or weakly referenced
-        return _read_declared(layer, forward)
-    is_bound = function is not forward
-    if is_bound not in known:
-        known[is_bound] = _read_declared(layer, forward)
-    return known[is_bound]
-
-
-def _read_declared(layer: Any, forward: Callable[..., Any]) -> _Declared:
+        known = {}
+    if is_bound in known:
+        return known[is_bound]
     signature = signature_of(forward)
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
@@ -223,4 +216,5 @@ def _read_declared(layer: Any, forward: Callable[..., Any]) -> _Declared:
         required = len(parameters) - 1
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
-    return _Declared(signature, tuple(p.name for p in plain), required)
+    known[is_bound] = _Declared(signature, tuple(p.name for p in plain), required)
+    return known[is_bound]

@@ -14,13 +14,22 @@ import jax.numpy as jnp
 
 from . import _host_layer
 from ._arguments import Arguments
-from ._context import ContextState, Outputs, PyLayerContext, ResidualTree, SavedContext, backward_context, keep
-from ._gradients import argument_tangents, match_gradients, match_tangents, warn_of_integer_outputs
+from ._context import (
+    ContextState,
+    ForwardResult,
+    Outputs,
+    PyLayerContext,
+    ResidualTree,
+    SavedContext,
+    backward_context,
+    keep,
+)
+from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array
-from ._messages import add_note, closed_over, describe, held_by, innermost, plural, source_of, tensors_in
-from ._trees import Skeleton, contains, split
+from ._messages import add_note, closed_over, describe, held_by, innermost, noting, plural, source_of, tensors_in
+from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -30,14 +39,6 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
-
-
-class ForwardResult(NamedTuple):
-    """The result of a run of `forward`."""
-
-    kept: SavedContext
-    outputs: list[Any]
-    residuals: list[Any]
 
 
 class VmapInfo(NamedTuple):
@@ -70,10 +71,6 @@ class LayerCall:
         """The name that JAX's errors give to the staged code."""
         return source_of(self.name, self.layer.forward)
 
-    def in_containers(self, values: Sequence[Any]) -> Any:
-        assert self.outputs is not None
-        return self.outputs.skeleton.fill(values)
-
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
         """Name a method's operations in profiles and HLO, e.g. `Tanh/forward`."""
         # In eager mode, JAX compiles each operation separately and ignores name scopes.
@@ -98,7 +95,7 @@ class LayerCall:
         """Run `forward`, and collect the residuals. `needs` has one bool per tensor."""
         __tracebackhide__ = True
         ctx, result = self._call_forward(tensors, needs, is_staging())
-        run = ForwardResult(*keep(ctx, result, self.layer))
+        run = keep(ctx, result, self.layer)
         self.outputs = run.kept.outputs
         return run
 
@@ -108,8 +105,8 @@ class LayerCall:
         ctx, result = self._call_forward(tensors, [False] * len(tensors), False)
         if is_array(result) and not ctx._state.must_return:  # the usual case
             return result
-        kept, outputs, _ = keep(ctx, result, self.layer)
-        return kept.outputs.skeleton.fill(outputs)
+        run = keep(ctx, result, self.layer)
+        return run.kept.outputs.skeleton.fill(run.outputs)
 
     def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
         """Run `forward` on concrete values. It must not close over a value that is being differentiated."""
@@ -162,16 +159,6 @@ class LayerCall:
             f"of forward alone. Pass it as an argument: {self.name}.apply(..., {example}); a function with its values "
             "becomes a pytree by jax.tree_util.Partial, a type that holds arrays by jax.tree_util.register_dataclass."
         )
-
-    def check_closure_of_backward(self) -> None:
-        """Refuse a `backward` of a staged call that closes over a differentiated value."""
-        # JAX would silently treat the value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
-        # tests: test_closed_over.py
-        if any(is_differentiated(x) for value in closed_over(self.layer.backward).values() for x in tensors_in(value)):
-            raise self.closed_over_error("backward")
-
-    def warn_of_integer_outputs(self, kept: SavedContext, needs: Sequence[bool]) -> None:
-        warn_of_integer_outputs(self.layer, kept.outputs, self.arguments, needs)
 
     # -- backward --------------------------------------------------------------------------------------
 
@@ -231,12 +218,8 @@ class LayerCall:
         jvp = self.layer._jvp_method()
         ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
-        try:
-            with self.scope("jvp", is_staging()):
-                result = jvp(ctx, *given)
-        except Exception as error:
-            add_note(error, self.name, "jvp")
-            raise
+        with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
+            result = jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(
@@ -265,15 +248,11 @@ class LayerCall:
             __tracebackhide__ = True
             return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
 
-        try:
-            with self.scope("vmap", is_staging()):
-                if self.layer.host:
-                    result = _host_layer.run_vmap(self, axis, vmap, tensors)
-                else:
-                    result = arguments.call("vmap", vmap, None, tensors)
-        except Exception as error:
-            add_note(error, self.name, "vmap")
-            raise
+        with noting(self.name, "vmap"), self.scope("vmap", is_staging()):
+            if self.layer.host:
+                result = _host_layer.run_vmap(self, axis, vmap, tensors)
+            else:
+                result = arguments.call("vmap", vmap, None, tensors)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.vmap_error(axis, result)
         outputs, out_dims = result
@@ -283,15 +262,6 @@ class LayerCall:
             values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
         except (TypeError, ValueError) as error:
             raise self.vmap_error(axis, result, error) from error
-        return self._match_batch(axis, skeleton, values, expected)
-
-    def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
-        return ValueError(
-            f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
-            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
-        )
-
-    def _match_batch(self, axis: Any, skeleton: Skeleton, values: Sequence[Any], expected: Outputs) -> list[Any]:
         # A dict may have its keys in another order. tests: contract/test_vmap.py
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
         places = expected.skeleton.tensor_paths()
@@ -307,6 +277,12 @@ class LayerCall:
                 f"front), as forward returns them for one example; got {', '.join(found)}."
             )
         return values
+
+    def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
+        return ValueError(
+            f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
+            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
+        )
 
 
 def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +82,7 @@ class Outputs:
         return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
-        """Return one cotangent for `backward` per top-level output that holds a tensor.
-
-        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics`, each other output has the
-        entry None.
-        """
+        """Return one cotangent for `backward` per top-level output; without a tensor, None or no entry."""
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
         for group in self.groups:
@@ -364,8 +360,16 @@ class SavedContext:
         return names
 
 
-def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
-    """Return the `SavedContext`, the outputs and the residuals of a run of `forward`."""
+class ForwardResult(NamedTuple):
+    """The result of a run of `forward`."""
+
+    kept: SavedContext
+    outputs: list[Any]
+    residuals: list[Any]
+
+
+def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
+    """Collect what a run of `forward` returned and kept."""
     state = ctx._state
     if not hasattr(result, "dtype"):  # a single array is the usual case
         result = with_arrays_for_numbers(result)
@@ -373,17 +377,44 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
     if state.must_return:
         check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
-    residuals = _Residuals(state, tensors, arrays)
-    saved = None if state.saved is None else residuals.add(state.saved, "ctx.save_for_backward", is_saved=True)
-    n_saved = len(residuals.tensors)
-    attributes = {name: residuals.add(value, f"ctx.{name}") for name, value in vars(ctx).items()}
+    # From the id of a NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output.
+    output_of = {id(x): y for x, y in zip(tensors, arrays, strict=True) if x is not y}
+    for array, own in state.numpy_copies if output_of else ():
+        # `forward` may have changed the array in place after the copy was made.
+        if id(array) in output_of and array.tobytes() == own.tobytes():
+            output_of[id(own)] = output_of[id(array)]
+    residuals = list[Any]()
+    # From (is_saved, id of a tensor) to its index in `residuals`. A tensor that is saved and also an attribute of `ctx`
+    # is two residuals, because hooks pack only saved tensors.
+    index_of: dict[tuple[bool, int], int] = {}
+    # This trace is active, so `add` does not call the slow `is_active` for its tracers.
+    trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
+
+    def add(value: Any, name: str, is_saved: bool = False) -> ResidualTree:
+        """Add the tensors of a value. Refuse tracers of an ended trace, and functions that close over tracers."""
+        tensors, skeleton = split(value, is_tensor_or_ref)
+        if len(skeleton.leaves) > len(tensors):
+            _refuse_closures(skeleton, name, state.layer)
+        if output_of:
+            tensors = [output_of.get(id(x), x) for x in tensors]
+        for x in tensors:
+            if is_tracer(x) and x._trace is not trace and not is_active(x):
+                raise _ended_error(name, state.layer)
+            if (is_saved, id(x)) not in index_of:
+                index_of[is_saved, id(x)] = len(residuals)
+                residuals.append(x)
+        return ResidualTree(skeleton, [index_of[is_saved, id(x)] for x in tensors])
+
+    saved = None if state.saved is None else add(state.saved, "ctx.save_for_backward", is_saved=True)
+    n_saved = len(residuals)
+    attributes = {name: add(value, f"ctx.{name}") for name, value in vars(ctx).items()}
     saved_for_jvp = None
     if state.saved_for_jvp is not None and layer._jvp_method() is not None:
-        saved_for_jvp = residuals.add(state.saved_for_jvp, "ctx.save_for_forward")
+        saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
     n_values = len(state.saved or ())
     kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp)
-    return kept, arrays, as_arrays(residuals.tensors)
+    return ForwardResult(kept, arrays, as_arrays(residuals))
 
 
 def positions_of_kept(
@@ -415,43 +446,6 @@ def positions_of_kept(
 
 def is_none(x: Any) -> bool:
     return x is None
-
-
-class _Residuals:
-    """Collects the tensors that one run of `forward` keeps.
-
-    A tensor that is saved and is also an attribute of `ctx` occurs twice, because hooks pack only saved tensors.
-    """
-
-    __slots__ = ("_index_of", "_output_of", "_state", "_trace", "tensors")
-
-    def __init__(self, state: ContextState, returned: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.tensors: list[Any] = []
-        self._state = state
-        # From the id of a NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output.
-        self._output_of = {id(x): y for x, y in zip(returned, outputs, strict=True) if x is not y}
-        for array, own in state.numpy_copies if self._output_of else ():
-            # `forward` may have changed the array in place after the copy was made.
-            if id(array) in self._output_of and array.tobytes() == own.tobytes():
-                self._output_of[id(own)] = self._output_of[id(array)]
-        self._index_of: dict[tuple[bool, int], int] = {}  # from (is_saved, id of a tensor) to its index in `tensors`
-        # This trace is active, so `add` does not call the slow `is_active` for the tracers of this trace.
-        self._trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
-
-    def add(self, value: Any, name: str, is_saved: bool = False) -> ResidualTree:
-        """Add the tensors of a value. Refuse tracers of an ended trace, and functions that close over tracers."""
-        tensors, skeleton = split(value, is_tensor_or_ref)
-        if len(skeleton.leaves) > len(tensors):
-            _refuse_closures(skeleton, name, self._state.layer)
-        if self._output_of:
-            tensors = [self._output_of.get(id(x), x) for x in tensors]
-        for x in tensors:
-            if is_tracer(x) and x._trace is not self._trace and not is_active(x):
-                raise _ended_error(name, self._state.layer)
-            if (is_saved, id(x)) not in self._index_of:
-                self._index_of[is_saved, id(x)] = len(self.tensors)
-                self.tensors.append(x)
-        return ResidualTree(skeleton, [self._index_of[is_saved, id(x)] for x in tensors])
 
 
 def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._call import ForwardResult, LayerCall
+from ._call import LayerCall
+from ._context import ForwardResult
 from ._jax.jaxprs import evaluate_jaxpr
 from ._jax.rule_function import apply, as_batched_as, merge, select
 from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
 from ._jax.transparency import forbid_derivative
 from ._jax.types import as_arrays, explicit_sharding, is_ref, types_of
 from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
-from ._messages import once_differentiable_error, source_of
+from ._messages import closed_over, once_differentiable_error, source_of, tensors_in
 
 Values = list[Any]
 
@@ -37,7 +38,10 @@ class TracedCall:
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Return `forward`, staged for the types of `tensors`, and the values that it closes over."""
+        """Return `forward`, staged for the types of `tensors`, and the values that it closes over.
+
+        In a fwd rule (`in_rule`), a derivative of `tensors` is a second derivative.
+        """
         __tracebackhide__ = True
         key = tuple(types_of(tensors))
         if (staged := self.staged.get(key)) is not None:
@@ -46,12 +50,6 @@ class TracedCall:
         if not consts:  # closed-over values belong to the current trace, so they are not cached
             self.staged[key] = staged
         return staged, consts
-
-    def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Apply the staged `forward`. In a fwd rule (`in_rule`), a derivative of `tensors` is a second derivative."""
-        __tracebackhide__ = True
-        staged, consts = self.stage(tensors, in_rule)
-        return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
 
 
 jax.tree_util.register_static(TracedCall)
@@ -80,9 +78,13 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
         tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes a Python number, not an array
         run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
     else:
-        if traced_call.is_deferred:
-            call.check_closure_of_backward()
-        staged, values = traced_call.bind(tensors, in_rule=True)
+        # If a staged call differentiates a value that `backward` closes over, JAX would silently treat it as a constant
+        # (as of jax 0.12, also in a plain `jax.custom_vjp`). tests: test_closed_over.py
+        closed = [x for value in closed_over(call.layer.backward).values() for x in tensors_in(value)]
+        if traced_call.is_deferred and any(map(is_differentiated, closed)):
+            raise call.closed_over_error("backward")
+        staged, consts = traced_call.stage(tensors, in_rule=True)
+        values = apply(staged, [*consts, *tensors])
         run = ForwardResult(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
     return _remember(traced_call, run, tensors, needs)
 
@@ -175,25 +177,20 @@ def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]
     """Return the cached `jax.custom_vjp` function of a class: (traced_call, *tensors) -> outputs."""
     functions = _custom_vjps.setdefault(layer, {})
     if takes_refs not in functions:
-        name, source = layer.__qualname__, source_of(layer.__qualname__, layer.forward)
-        rules = _primal, _fwd_with_ref if takes_refs else _fwd, _bwd
-        primal, fwd, bwd = (_named_copy(rule, name, source) for rule in rules)
+        # NOTE [names made once]
+        # At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives names for
+        # error messages. This takes a fifth of the time that JAX needs to trace a layer. Therefore each copy has the
+        # signature and the names as attributes, which JAX reads instead. If JAX stops reading `__fun_debug_info__`,
+        # tracing is slower.
+        name, copies = layer.__qualname__, list[Any]()
+        for rule in (_primal, _fwd_with_ref if takes_refs else _fwd, _bwd):
+            copied: Any = types.FunctionType(rule.__code__, rule.__globals__, name)
+            copied.__qualname__ = name
+            copied.__signature__ = _BY_POSITION
+            copied.__fun_debug_info__ = DebugInfo("custom_vjp", source_of(name, layer.forward), None, None)
+            copies.append(copied)
+        primal, fwd, bwd = copies
         function = jax.custom_vjp(primal)
         function.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
         functions.setdefault(takes_refs, function)  # another thread may have made the function meanwhile
     return functions[takes_refs]
-
-
-# NOTE [names made once]
-# At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives names for error
-# messages. This takes a fifth of the time that JAX needs to trace a layer. Therefore each copy has the signature and
-# the names as attributes, which JAX reads instead. If JAX stops reading `__fun_debug_info__`, tracing is slower.
-
-
-def _named_copy(function: Any, name: str, source: str) -> Any:
-    """Return a copy of a plain Python function under another name."""
-    copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
-    copy.__qualname__ = name
-    copy.__signature__ = _BY_POSITION
-    copy.__fun_debug_info__ = DebugInfo("custom_vjp", source, None, None)
-    return copy

@@ -229,9 +229,16 @@ def coerce(
         return value
     n, expected = len(batch or ()), (*(batch or ()), *aval.shape)
     if value.shape != expected:
-        is_batch = value.shape[:n] == expected[:n]
-        if not (is_gradient and is_batch and _broadcasts(aval.shape, value.shape[n:])):
-            raise ValueError(_misshapen(where(), expected, tuple(value.shape), is_gradient))
+        # np.broadcast_shapes refuses the symbolic dimensions of jax.export.
+        ends = zip(reversed(aval.shape), reversed(value.shape), strict=False)
+        broadcasts = value.ndim >= len(expected) and all(a == b or a == 1 for a, b in ends)
+        if not (is_gradient and broadcasts and value.shape[:n] == expected[:n]):
+            summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
+            advice = ""
+            if [k for k in expected if k != 1] == [k for k in value.shape if k != 1]:
+                advice = f" They differ in axes of length 1 only: return g.reshape({expected})"
+                advice += ", unless backward returns its gradients in another order than that of the arguments."
+            raise ValueError(f"{where()}: expected shape {expected}{summed}, got {tuple(value.shape)}.{advice}")
         extra = value.ndim - len(aval.shape)
         stretched = [axis for axis, k in enumerate(aval.shape, extra) if k == 1 and value.shape[axis] != 1]
         value = value.sum(axis=(*range(n, extra), *stretched)).reshape(expected)
@@ -251,19 +258,3 @@ def coerce(
             f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
         )
     return with_varying_axes(value, aval)
-
-
-def _misshapen(where: str, expected: tuple[Any, ...], got: tuple[Any, ...], is_gradient: bool) -> str:
-    summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
-    without_ones = [[n for n in shape if n != 1] for shape in (expected, got)]
-    advice = ""
-    if without_ones[0] == without_ones[1]:
-        advice = f" They differ in axes of length 1 only: return g.reshape({expected})"
-        advice += ", unless backward returns its gradients in another order than that of the arguments."
-    return f"{where}: expected shape {expected}{summed}, got {got}.{advice}"
-
-
-def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
-    # np.broadcast_shapes refuses the symbolic dimensions of jax.export.
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(a == b or a == 1 for a, b in pairs)

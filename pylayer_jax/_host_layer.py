@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
@@ -53,7 +54,7 @@ from ._jax.types import (
     varying_over,
     with_varying_axes,
 )
-from ._messages import describe, second_derivative_error
+from ._messages import describe, once_differentiable_error
 from ._trees import Skeleton, contains, split
 
 LayerCall = Any  # the class in `_call.py`, which imports this module
@@ -161,22 +162,42 @@ class _Place(HeldObjects):
         return np.stack([np.full_like(numbers, self.number), numbers], -1)
 
     def gradients(
-        self, needs: Sequence[bool], device: Any, numbers: np.ndarray, inputs: Sequence[Any], cotangents: Sequence[Any]
-    ) -> list[Any]:
-        """Run `backward`. Return a NumPy array, or None for zero, per tensor of the call."""
-        call, context = self.call, None
+        self, needed: Sequence[bool], skeleton: Skeleton, device: np.ndarray, numbers: np.ndarray, *arrays: np.ndarray
+    ) -> list[np.ndarray]:
+        """Run `backward`. Return one array per gradient that is `needed`.
+
+        `numbers` are from `hold`. `arrays` are the inputs of `forward`, and the tensors of `skeleton`, the cotangents.
+        """
+        call, n = self.call, len(needed)
+        is_taken, numbers = numbers[..., 0] == self.number, numbers[..., 1]
+        batch = numbers.shape
+        gradients = [np.zeros((*batch, *t.shape), t.dtype) for t in select(call.arguments.types, needed)]
+        if not is_taken.any():
+            return gradients
+        if not is_taken.all():
+            # Numbers that are 0, or of another place, come from a batched `cond` of which an example took the other
+            # branch. What comes with them are no inputs: zeros, which `forward` may refuse, or other residuals. So an
+            # example that took the branch stands in. tests: test_branches_of_a_batch
+            rows = np.where(is_taken, np.arange(numbers.size).reshape(batch), np.argmax(is_taken))
+            arrays = tuple(x.reshape(numbers.size, *x.shape[len(batch) :])[rows] for x in arrays)
+        context = None
         with contextlib.suppress(KeyError):
             held, found = self.get(int(numbers.flat[0]), int(device.flat[0]))
             # If JAX batched the two calls differently, NumPy would silently broadcast the context against cotangents of
             # other examples. tests: test_broadcast_under_a_further_batch
             context = found if np.array_equal(held, numbers) else None
-        arrays, skeleton = context or self.run(inputs).context
-        saved, attributes = skeleton.fill([x.copy() for x in arrays], copy_container)
-        needed = call.arguments.needs(needs)
-        ctx = backward_context(call.layer._context, call.name, lambda: needed, lambda: saved, attributes)
+        kept, kept_skeleton = context or self.run(arrays[:n]).context
+        saved, attributes = kept_skeleton.fill([x.copy() for x in kept], copy_container)
+        needs = call.arguments.needs(needed)
+        ctx = backward_context(call.layer._context, call.name, lambda: needs, lambda: saved, attributes)
         with _refusing_tracers(call, "backward"):
-            result = call.layer.backward(ctx, *cotangents)
-        return match_gradients(result, call.arguments, needs, call.layer, numbers.shape)
+            result = call.layer.backward(ctx, *skeleton.fill([np.array(x) for x in arrays[n:]]))
+        for i, g in enumerate(select(match_gradients(result, call.arguments, needed, call.layer, batch), needed)):
+            if g is not None and is_taken.all():
+                gradients[i] = g
+            elif g is not None:
+                gradients[i][is_taken] = g[is_taken]
+        return gradients
 
 
 # -- examples --------------------------------------------------------------------------------------------------
@@ -188,7 +209,7 @@ def _example_of(place: _Place) -> _Run:
     """Return an example, from an earlier call with the same types and statics if there is one."""
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
-    statics = [(type(x), x) for a in arguments.arguments for x in (a.name, *a.skeleton.parts())]
+    statics = [(type(x), x) for a in arguments.arguments for x in itertools.chain([a.name], *a.skeleton.parts())]
     key = is_set("enable_x64"), *types, *statics
     known = _examples.setdefault(place.call.layer, {})
     with contextlib.suppress(Exception):  # an object may refuse to be hashed or compared
@@ -320,39 +341,19 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
     """Run `backward` on NumPy arrays. Return one gradient per tensor of the call, None for zero."""
-    place, inputs, needed = ctx.place, ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
+    inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
-    number = np.array(ctx.number, np.uint32) if isinstance(ctx.number, tuple) else ctx.number
-    n, tensors = len(inputs), [*inputs, *given]
-    types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
-
-    def run(device: np.ndarray, numbers: np.ndarray, *arrays: Any) -> list[np.ndarray]:
-        is_taken, numbers = numbers[..., 0] == place.number, numbers[..., 1]
-        gradients = [np.zeros((*numbers.shape, *t.shape), t.dtype) for t in types]
-        if not is_taken.any():
-            return gradients
-        if not is_taken.all():
-            # Numbers that are 0, or of another place, come from a batched `cond` of which an example took the other
-            # branch. What comes with them are no inputs: zeros, which `forward` may refuse, or other residuals. So an
-            # example that took the branch stands in. tests: test_branches_of_a_batch
-            rows = np.where(is_taken, np.arange(numbers.size).reshape(numbers.shape), np.argmax(is_taken))
-            arrays = tuple(x.reshape(numbers.size, *x.shape[numbers.ndim :])[rows] for x in arrays)
-        own = skeleton.fill([np.array(x) for x in arrays[n:]])
-        for i, g in enumerate(select(place.gradients(needed, device, numbers, arrays[:n], own), needed)):
-            if g is not None and is_taken.all():
-                gradients[i] = g
-            elif g is not None:
-                gradients[i][is_taken] = g[is_taken]
-        return gradients
-
-    if any(map(is_tracer, [number, *tensors])):
+    tensors, run = [*inputs, *given], functools.partial(ctx.place.gradients, needed, skeleton)
+    if any(map(is_tracer, [ctx.number, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
         perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
-        fixed = forbid_derivative(select(tensors, perturbed), lambda: second_derivative_error(call.layer))
+        fixed = forbid_derivative(select(tensors, perturbed), lambda: once_differentiable_error(call.layer))
+        types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
+        number = np.asarray(ctx.number, np.uint32) if isinstance(ctx.number, tuple) else ctx.number
         values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, tensors), [number])
     else:
-        values = as_arrays(run(np.array(0), *map(np.asarray, [number, *tensors])))
+        values = as_arrays(run(np.array(0), np.array(ctx.number, np.uint32), *map(np.asarray, tensors)))
     rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 

@@ -1,4 +1,4 @@
-"""`PyLayer`, the base class of layers. Under a transformation, `_route` chooses how JAX applies a layer."""
+"""`PyLayer`, the base class of layers. Under a transformation, `_bind` chooses how JAX applies a layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
@@ -62,7 +62,7 @@ def check_declarations(layer: Any) -> None:
             f"{name} has result_types and host = 'forward'. What forward keeps is known from a run on example arrays, "
             "so declaring the results saves no run. Remove result_types; example(*args) chooses the arrays."
         )
-    if layer.generate_vmap_rule and layer._has_vmap_method():
+    if layer.generate_vmap_rule and hasattr(layer, "vmap"):
         raise RuntimeError(
             f"{name} has both generate_vmap_rule = True and a vmap method. Remove vmap to let JAX batch forward, or "
             "set generate_vmap_rule = False to have vmap called."
@@ -107,12 +107,6 @@ def once_differentiable(backward: Method) -> Method:
             "Remove the decorator if backward is made of differentiable operations."
         )
 
-    def forbid(tree: Any) -> Any:
-        tensors, skeleton = split(tree)
-        may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
-        forbidden = forbid_derivative(select(tensors, may_move), second_derivative_error)
-        return skeleton.fill(merge(may_move, forbidden, tensors)) if forbidden else tree
-
     @functools.wraps(backward)
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
@@ -120,8 +114,13 @@ def once_differentiable(backward: Method) -> Method:
         # Raise the error if JAX differentiates the inputs of `backward`. For its outputs, the error would come too
         # late, after host code in `backward` has run.
         ctx = args[first]
-        state, attributes = ctx._state, dict(vars(ctx))
-        saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))
+        state = ctx._state
+        inputs = state.read_saved(), dict(vars(ctx)), args[first + 1 :]
+        tensors, skeleton = split(inputs)
+        perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
+        if fixed := forbid_derivative(select(tensors, perturbed), second_derivative_error):
+            inputs = skeleton.fill(merge(perturbed, fixed, tensors))
+        saved, attributes, cotangents = inputs
         ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
@@ -295,10 +294,6 @@ class PyLayer:
     def _jvp_method(cls) -> Callable[..., Any] | None:
         return getattr(cls, "jvp", None)
 
-    @classmethod
-    def _has_vmap_method(cls) -> bool:
-        return hasattr(cls, "vmap")
-
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines `forward`."""
@@ -339,6 +334,9 @@ class PyLayer:
         return call.run_undifferentiated(tensors) if nothing_is_traced() else _apply_traced(call, tensors)
 
 
+_NO_HOOKS = contextlib.nullcontext()
+
+
 def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     __tracebackhide__ = True
     state = TraceState()
@@ -351,13 +349,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
     with _NO_HOOKS if hooks is None else _hooks.layers_pack_themselves():
         try:
-            route = _route(traced_call, tensors, state)
-            if route == "staged":
-                _, values = traced_call.bind(tensors, packs=True)
-            elif route == "eager":
-                values = apply(EagerLayer(call), tensors)
-            else:
-                values = custom_vjp_of(call.layer, takes_refs=route == "custom_vjp with Refs")(traced_call, *tensors)
+            values = _bind(traced_call, tensors, state)
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
     if call.block is not None:
@@ -365,55 +357,39 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     assert call.outputs is not None
     # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
     values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
-    return call.in_containers(values)
+    return call.outputs.skeleton.fill(values)
 
 
-def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:
-    """Choose how JAX applies the layer in this call: see NOTE [orders] in `_layer_rule.py`.
-
-    The usual route is "custom_vjp", the `jax.custom_vjp` function of the class. The others are:
-
-    | situation                                          | reason                                                      |
-    |----------------------------------------------------|-------------------------------------------------------------|
-    | an argument is a `jax.Ref` ("custom_vjp with Refs")| this package's primitives cannot write to a Ref             |
-    | the class has forward mode                         | a custom_vjp function has no forward mode                   |
-    | the class has a `vmap` method                      | JAX would batch the code of `forward`                       |
-    | the call is within a `backward`                    | JAX may transpose this `backward`, or use forward mode      |
-    | forward mode around reverse mode                   | JAX would apply forward mode to the custom_vjp function     |
-    | jax.linear_transpose, an eager shard_map           | they have no rule for custom_vjp functions                  |
-    | staged and differentiated later, in a block        | JAX traces a fwd rule separately: tensors are packed again  |
-    | staged, differentiated later, closes over arrays   | a custom_vjp function gets all arrays as arguments          |
-
-    After the first row, it is "staged" if JAX traces a jaxpr or has no rule for custom_vjp functions, else "eager".
-    """
+def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Sequence[Any]:
+    """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`: NOTE [orders]."""
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = call.arguments.has_refs
-    allows_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
-    lacks_forward_mode = takes_refs or not allows_forward_mode
-    if lacks_forward_mode and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
+    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
+    if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)
     if takes_refs:
-        _check_refs(call, tensors, is_deferred)
-        return "custom_vjp with Refs"
-    has_vmap, packs_later = layer._has_vmap_method(), is_deferred and call.block is not None
+        refs = select(tensors, call.arguments.ref_mask)
+        if hasattr(layer, "vmap") or any(map(is_differentiated, refs)):  # JAX would not call `vmap`
+            raise ref_error(call)
+        if is_deferred:
+            # The error is raised when JAX differentiates the call. No code uses the values, so the compiled program
+            # does not read the Refs for this check.
+            forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))
+        return custom_vjp_of(layer, takes_refs=True)(traced_call, *tensors)
     lacks_custom_vjp = state.has_unknown_trace or any(map(is_unknown, tensors))
-    if allows_forward_mode or has_vmap or state.is_forward_over_reverse or lacks_custom_vjp or packs_later:
-        return "staged" if state.is_staged or lacks_custom_vjp else "eager"
-    closed_over = traced_call.stage(tensors)[1] if is_deferred else []
-    return "staged" if closed_over else "custom_vjp"
-
-
-_NO_HOOKS = contextlib.nullcontext()
-
-
-def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Refuse a derivative of a Ref, and Refs in a class with a `vmap` method, which JAX would not call."""
-    refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask, strict=True) if is_one]
-    if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
-        raise ref_error(call)
-    if is_deferred:
-        # The error is raised when JAX differentiates the call. No code uses the values, so the compiled program does
-        # not read the Refs for this check.
-        forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))
+    needs_rule_function = (
+        has_forward_mode  # a custom_vjp function has none, and JAX cannot transpose it in a `backward`
+        or hasattr(layer, "vmap")  # JAX would batch the code of `forward`
+        or state.is_forward_over_reverse  # JAX would apply forward mode to the custom_vjp function
+        or lacks_custom_vjp  # jax.linear_transpose and an eager shard_map have no rule for custom_vjp functions
+        or (is_deferred and call.block is not None)  # JAX traces a fwd rule separately: tensors are packed again
+        or (is_deferred and traced_call.stage(tensors)[1])  # a custom_vjp function cannot close over values
+    )
+    if not needs_rule_function:
+        return custom_vjp_of(layer, takes_refs=False)(traced_call, *tensors)
+    if not (state.is_staged or lacks_custom_vjp):
+        return apply(EagerLayer(call), tensors)
+    staged, consts = traced_call.stage(tensors)
+    return apply(staged.packing(), [*consts, *tensors])

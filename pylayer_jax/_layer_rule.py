@@ -20,29 +20,30 @@ returns at two positions, that of the last position. An output that is marked no
 other saved tensor is an intermediate.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode it is
-not staged, and sees concrete values. The docstring of `_route` in `_layer.py` lists the calls that do not use the
-custom_vjp function of the class.
+not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls that do not use the custom_vjp function of
+the class.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from . import _hooks
-from ._call import ForwardResult, LayerCall
-from ._context import Outputs, SavedContext
-from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables_read, with_checkpoint_names
+from ._call import LayerCall
+from ._context import ForwardResult, Outputs, SavedContext
+from ._gradients import warn_of_integer_outputs
+from ._jax.jaxprs import dependence, equations_to, evaluate_part, is_literal, stage, with_checkpoint_names
 from ._jax.linearity import transpose_jaxpr
 from ._jax.rule_function import (
     LinearMap,
     OutDims,
     RuleFunction,
+    Values,
     apply,
     apply_linear,
     merge,
@@ -60,13 +61,10 @@ from ._jax.traces import (
     trace_of_primals,
 )
 from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, varying_axes, varying_over, zeros_of
-from ._messages import NotLinearError, add_note, once_differentiable_error
+from ._messages import NotLinearError, noting, once_differentiable_error
 from ._trees import contains
 
 # -- linear maps -------------------------------------------------------------------------------------------------
-
-
-Values = list[Any]
 
 
 class LayerMap(LinearMap):
@@ -168,14 +166,6 @@ class _Unpacked(Sequence[Any]):
         return self.packed[i] if i < self.n_packed else self.rest[i - self.n_packed]
 
 
-class _Source(NamedTuple):
-    """A jaxpr variable from which other variables are computed, with its value and its tangent."""
-
-    variable: Any
-    value: Any
-    tangent: Any  # None means zero
-
-
 class CodeMap(LinearMap):
     """The derivative of the variables `targets` of a jaxpr with respect to its perturbed `sources`.
 
@@ -186,10 +176,9 @@ class CodeMap(LinearMap):
 
     nonlinearity = "the code of a forward whose values depend on them"
 
-    def __init__(self, name: str, jaxpr: Any, sources: Sequence[_Source], targets: list[Any]) -> None:
-        self.name, self.jaxpr, self.targets = name, jaxpr, targets
-        self.sources = [source.variable for source in sources]
-        self.perturbed = [source.tangent is not None for source in sources]  # a mask of the sources
+    def __init__(self, name: str, jaxpr: Any, sources: list[Any], perturbed: list[bool], targets: list[Any]) -> None:
+        self.name, self.jaxpr, self.sources, self.targets = name, jaxpr, sources, targets
+        self.perturbed = perturbed  # a mask of the sources
         self.n_residuals = len(sources)
         self.types = [tangent_type(v.aval) for v in targets]
 
@@ -205,23 +194,15 @@ class CodeMap(LinearMap):
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         function, primals = self._function(residuals, self.targets), select(residuals, self.perturbed)
-        with self._noting_errors():
+        with noting(self.name, "forward"):
             return list(jax.jvp(function, primals, list(tangents))[1])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         used = [c is not None for c in cotangents]
         function, primals = self._function(residuals, select(self.targets, used)), select(residuals, self.perturbed)
-        with self._noting_errors():
+        with noting(self.name, "forward"):
             return list(jax.vjp(function, *primals)[1](select(cotangents, used)))
-
-    @contextlib.contextmanager
-    def _noting_errors(self) -> Any:
-        try:
-            yield
-        except Exception as error:
-            add_note(error, self.name, "forward")
-            raise
 
 
 class StagedLayer(_hooks.LayerFunction):
@@ -242,7 +223,7 @@ class StagedLayer(_hooks.LayerFunction):
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        # In a copy that packs residuals, the original, which computes the same results and packs nothing.
+        # The original of a copy that `packing` made.
         self.without_packing: StagedLayer | None = None
         self.n_outputs = len(kept.outputs.types)
         # `with_rule` has the indices of the outputs from which intermediates are computed. An output that is also an
@@ -282,13 +263,10 @@ class StagedLayer(_hooks.LayerFunction):
     @property
     def is_divisible(self) -> bool:
         # The method `vmap` of the class cannot batch a part of `forward`.
-        return super().is_divisible and not self.call.layer._has_vmap_method()
+        return super().is_divisible and not hasattr(self.call.layer, "vmap")
 
     def packing(self) -> StagedLayer:
-        """Return a copy of this function whose rule packs residuals.
-
-        The rule of the copy applies the original function, so that a second derivative packs nothing.
-        """
+        """Return a copy whose rule packs residuals, and applies the original: a second derivative packs nothing."""
         if self.call.block is None:
             return self
         copied = copy.copy(self)
@@ -320,26 +298,26 @@ class StagedLayer(_hooks.LayerFunction):
         """Return the tangents of the intermediates, which come from the code of `forward`."""
         if not self.intermediates:
             return []
-        columns = self.sources, self._of_sources(primals, values), self._of_sources(tangents, of_outputs)
-        sources = [_Source(*row) for row in zip(*columns, strict=True)]
-        perturbed = [source.variable for source in sources if source.tangent is not None]
-        depends = dependence(self.jaxpr, perturbed)[self.n_outputs :]
+        of_sources = self._of_sources(tangents, of_outputs)
+        perturbed = [t is not None for t in of_sources]
+        depends = dependence(self.jaxpr, select(self.sources, perturbed))[self.n_outputs :]
         is_target = [d and has_tangent(v.aval) for d, v in zip(depends, self.intermediates, strict=True)]
         if not any(is_target):
             return [None] * len(is_target)
         targets = select(self.intermediates, is_target)
-        read = variables_read(self.jaxpr, self.sources, targets)
-        sources = [source for source in sources if source.variable in read]
-        residuals = [source.value for source in sources]
-        nonzero = [source.tangent for source in sources if source.tangent is not None]
-        return scatter(apply_linear(CodeMap(self.name, self.jaxpr, sources, targets), residuals, nonzero), is_target)
+        _, variables = equations_to(self.jaxpr, self.sources, targets)
+        is_read = [v in variables for v in self.sources]
+        sources, perturbed = select(self.sources, is_read), select(perturbed, is_read)
+        residuals, nonzero = select(self._of_sources(primals, values), is_read), select(of_sources, is_read)
+        code = CodeMap(self.name, self.jaxpr, sources, perturbed, targets)
+        return scatter(apply_linear(code, residuals, select(nonzero, perturbed)), is_target)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # JAX transposes `forward` if the `backward` of another layer applies this layer.
         return transpose_jaxpr(f"{self.name}.forward", jaxpr, args, cotangents)
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
-        if not self.call.layer._has_vmap_method() or all(d is None for d in dims):
+        if not hasattr(self.call.layer, "vmap") or all(d is None for d in dims):
             return super().run_batch(axis, dims)
         n = self.n_consts
 
@@ -383,16 +361,6 @@ def stage_layer(
             "jax.pure_callback, which works at each order for which backward can be differentiated. "
             "Decorate backward with @once_differentiable if second derivatives are not meant."
         ) from error
-    _check_closed_over(call, consts)
-    name_of = _names_of_variables(call, jaxpr, kept, positions) if call.layer.saved_names else {}
-    if not name_of:
-        return StagedLayer(call, jaxpr, len(consts), kept, positions, jaxpr), consts
-    named = with_checkpoint_names(jaxpr, name_of, call.source)
-    kept = dataclasses.replace(kept, has_names=True)
-    return StagedLayer(call, named, len(consts), kept, positions, jaxpr), consts
-
-
-def _check_closed_over(call: LayerCall, consts: Sequence[Any]) -> None:
     for const in consts:
         if is_differentiated(const):
             raise call.closed_over_error()
@@ -401,18 +369,24 @@ def _check_closed_over(call: LayerCall, consts: Sequence[Any]) -> None:
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
+    named = jaxpr
+    if call.layer.saved_names and not hasattr(call.layer, "vmap"):
+        names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
+        variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
+        saved = [(variables[i], name) for i, name in zip(positions, names, strict=False) if name]
+        computed = {v for equation in jaxpr.eqns for v in equation.outvars}
+        if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
+            named = with_checkpoint_names(jaxpr, name_of, call.source)
+            kept = dataclasses.replace(kept, has_names=True)
+    return StagedLayer(call, named, len(consts), kept, positions, jaxpr), consts
 
 
 def _stage_forward(
     call: LayerCall, tensor_types: Sequence[Any], axes_of_output: dict[int, frozenset[Any]]
 ) -> tuple[Any, Values, tuple[SavedContext, list[int]]]:
-    """Trace `forward` to a jaxpr that returns its outputs, and the intermediate values that it saves for `backward`.
+    """Trace `forward` to a jaxpr that returns its outputs and intermediates. `axes_of_output`: see `_missing_axes`.
 
-    `axes_of_output` maps the index of an output to the mesh axes over which it has to vary: see `_missing_axes`.
-
-    Returns:
-        The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
-        residuals in [inputs, *results].
+    The third result are the saved context, and the positions of the residuals in [*inputs, *outputs, *intermediates].
     """
     __tracebackhide__ = True
     axes = frozenset[Any]().union(*axes_of_output.values())
@@ -438,18 +412,6 @@ def _stage_forward(
         return values, (kept, positions)
 
     return stage(forward, tensor_types, call.source, call.arguments.tensor_names())
-
-
-def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:
-    """Map each variable that `forward` computes and saves under a name to this name."""
-    if call.layer._has_vmap_method():
-        return {}
-    names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
-    n_inputs = len(call.arguments.types)
-    named = [(position - n_inputs, name) for position, name in zip(positions, names, strict=False) if name]
-    variables = [(jaxpr.outvars[i], name) for i, name in named if i >= 0]
-    computed = {v for equation in jaxpr.eqns for v in equation.outvars}
-    return {v: name for v, name in variables if not is_literal(v) and v in computed}
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
@@ -519,53 +481,28 @@ def linearize(
 ) -> tuple[LayerMap, Values, Values]:
     """Return the linear map of a run of `forward`, the outputs, and the residuals of the map, packed if `packs`."""
     __tracebackhide__ = True
-    kept = run.kept
+    kept, outputs, residuals = run
+    n = kept.n_saved
     if not any(kept.outputs.has_tangent):
-        call.warn_of_integer_outputs(kept, needs)
-    if packs and call.block is not None and kept.n_saved:
-        saved = _packed(call, run, inputs)
-    else:
-        saved = _Saved(run.residuals, run.outputs, range(kept.n_saved), None)
+        warn_of_integer_outputs(call.layer, kept.outputs, call.arguments, needs)
+    packed, owners = None, range(n)  # the index of the saved tensor to which each of the first residuals belongs
+    if packs and call.block is not None and n:
+        names = call.residual_names(kept, len(residuals))
+        packed, arrays, outputs = call.block.pack(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
+        residuals, owners = [*arrays, *residuals[n:]], packed.owners
     if call.layer.saved_names:
-        saved = _with_names(call, run, inputs, saved)
-    return LayerMap(call, kept, len(saved.residuals), needs, saved.packed), saved.outputs, saved.residuals
-
-
-# -- packing and naming of residuals -----------------------------------------------------------------------------
-
-
-class _Saved(NamedTuple):
-    """The outputs of a run of `forward`, and its residuals, which hooks may have packed."""
-
-    residuals: Values
-    outputs: Values
-    tensor_of_array: Sequence[int]  # the index of the saved tensor from which each of the first residuals was packed
-    packed: Any  # `PackedResiduals`, or None if nothing was packed
-
-
-def _packed(call: LayerCall, run: ForwardResult, inputs: Sequence[Any]) -> _Saved:
-    n = run.kept.n_saved
-    names = call.residual_names(run.kept, len(run.residuals))
-    title = f"{call.name}, saved tensor"
-    packed, arrays, outputs = call.block.pack(title, names, inputs, run.residuals[:n], run.outputs)
-    return _Saved([*arrays, *run.residuals[n:]], outputs, packed.owners, packed)
-
-
-def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], saved: _Saved) -> _Saved:
-    """Apply `checkpoint_name` to the residuals of saved tensors that have a name."""
-    names = _checkpoint_names(call, run.kept, len(run.residuals))
-    residuals = list(saved.residuals)
-    for i, tensor in enumerate(saved.tensor_of_array):
-        x = residuals[i]
-        # The jaxpr of a staged `forward` may already name all residuals that are not inputs. Packed arrays have no name
-        # yet.
-        is_named = run.kept.has_names and saved.packed is None and not contains(inputs, x)
-        if names[tensor] and not is_named and is_tracer(x):
-            residuals[i] = checkpoint_name(x, names[tensor])
-    # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
-    named = list(zip(saved.residuals, residuals, strict=True))
-    outputs = [next((y for x, y in named if x is output), output) for output in saved.outputs]
-    return saved._replace(residuals=residuals, outputs=outputs)
+        names, unnamed = _checkpoint_names(call, kept, len(run.residuals)), residuals
+        residuals = list(unnamed)
+        for i, owner in enumerate(owners):
+            x = unnamed[i]
+            # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
+            is_named = kept.has_names and packed is None and not contains(inputs, x)
+            if names[owner] and not is_named and is_tracer(x):
+                residuals[i] = checkpoint_name(x, names[owner])
+        # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
+        named = list(zip(unnamed, residuals, strict=True))
+        outputs = [next((y for x, y in named if x is output), output) for output in outputs]
+    return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
 
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:

@@ -7,7 +7,7 @@ import functools
 import re
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import jax
@@ -101,6 +101,16 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
     error.add_note(note)
     if not any(other.startswith("This happened in") for other in notes) and (advice := hint(error, layer, method)):
         error.add_note(advice)
+
+
+@contextlib.contextmanager
+def noting(layer: str, method: str) -> Generator[None]:
+    """Add the note to an error that is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, layer, method)
+        raise
 
 
 # -- hints -----------------------------------------------------------------------------------------------------
@@ -295,15 +305,12 @@ class HostBackwardError(OnceDifferentiableError):
         )
 
 
-def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
+def once_differentiable_error(layer: Any) -> Any:
     """Return the error that a second derivative raises if `backward` has no derivative, or None."""
-    has_no_derivative = hasattr(layer.backward, "second_derivative_error") or layer.host is True
-    return second_derivative_error(layer) if has_no_derivative else None
-
-
-def second_derivative_error(layer: Any) -> OnceDifferentiableError:
     make_error = getattr(layer.backward, "second_derivative_error", None)
-    return HostBackwardError(layer.__qualname__) if make_error is None else make_error()
+    if make_error is not None:
+        return make_error()
+    return HostBackwardError(layer.__qualname__) if layer.host is True else None
 
 
 class NoForwardModeError(TypeError):

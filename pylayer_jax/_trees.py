@@ -13,6 +13,7 @@ stores unchanged, and never compares or hashes.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -78,24 +79,23 @@ class Skeleton:
                 raise
             return tensors[0]
 
-    def parts(self) -> list[Any]:
-        """Return the treedefs, the statics and the keys of the dicts, which identify the skeleton if all are equal."""
-        found: list[Any] = [self.treedef]
+    def parts(self) -> tuple[list[Any], list[Any]]:
+        """Return the nodes and the leaves, which identify the skeleton; a placeholder stands for each tensor."""
+        nodes, leaves = [self.treedef], list[Any]()
         for leaf in self.leaves:
             if type(leaf) is _Dict:
-                found += [type(leaf.like), tuple(leaf.keys), *(x for child in leaf.children for x in child.parts())]
+                leaves.append(_Dict)  # [x, {"a": y}] has other parts than [{"a": x}, y]
+                nodes.append((type(leaf.like), tuple(leaf.keys)))
+                for child in leaf.children:
+                    more_nodes, more_leaves = child.parts()
+                    nodes += more_nodes
+                    leaves += more_leaves
             else:
-                found.append(leaf)
-        return found
+                leaves.append(leaf)
+        return nodes, leaves
 
     def statics(self) -> list[Any]:
-        found: list[Any] = []
-        for leaf in self.leaves:
-            if type(leaf) is _Dict:
-                found += [x for child in leaf.children for x in child.statics()]
-            elif leaf is not _TENSOR:
-                found.append(leaf)
-        return found
+        return [x for x in self.parts()[1] if x is not _TENSOR and x is not _Dict]
 
     def tensor_paths(self) -> list[str]:
         """Return the path of each tensor, as in `['weights'][0]`; the path of a bare tensor is empty."""
@@ -128,21 +128,6 @@ class Skeleton:
             elif type(leaf) is _Dict:
                 found += leaf.flatten_up_to(value)
         return found
-
-    def has_structure_of(self, other: Skeleton) -> bool:
-        """Return whether two trees have equal nodes, including the static data of the nodes."""
-        try:
-            if self.treedef != other.treedef:
-                return False
-        except Exception:  # static data that cannot be compared counts as equal
-            return True
-        pairs = [pair for pair in zip(self.leaves, other.leaves, strict=True) if _Dict in map(type, pair)]
-        return all(
-            type(x) is type(y)
-            and x.keys == y.keys
-            and all(a.has_structure_of(b) for a, b in zip(x.children, y.children, strict=True))
-            for x, y in pairs
-        )
 
 
 class _Dict:
@@ -221,9 +206,14 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
 
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:
     """Return whether two results of `split` differ in leaves, compared by identity, or in nodes."""
-    leaves = [[*tensors, *skeleton.statics()] for tensors, skeleton in (before, after)]
-    same = len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))
-    return not same or not before[1].has_structure_of(after[1])
+    nodes, leaves = before[1].parts()
+    new_nodes, new_leaves = after[1].parts()
+    pairs = zip([*before[0], *leaves], [*after[0], *new_leaves], strict=False)
+    if len(leaves) != len(new_leaves) or any(x is not y for x, y in pairs):
+        return True
+    with contextlib.suppress(Exception):  # static data that cannot be compared counts as equal
+        return nodes != new_nodes
+    return False
 
 
 class WeakTable:

@@ -1,11 +1,20 @@
-"""Functions that stage, inspect, evaluate and lower jaxprs, and that read source information of equations."""
+"""Functions that stage, inspect, evaluate and lower jaxprs, and that read source information of equations.
+
+    jaxpr = { lambda ; a b. let c = sin a; d = mul c b; e = cos d in (d, e) }
+
+    dependence(jaxpr, [b])                          [True, True]: a mask of the outputs
+    equations_to(jaxpr, [c, b], [e])                the equations of d and e, and the variables {c, b, d, e}
+    evaluate_part(jaxpr, {c: 0.5, b: 2.0}, [e])     [cos(0.5 * 2.0)], without sin
+
+Outputs and operands of equations are variables or literals. Only variables can be keys of a dict.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,6 +150,9 @@ def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
         return jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))(*args)
 
 
+# -- parts of a jaxpr ------------------------------------------------------------------------------------
+
+
 def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
     """Return a mask of the outputs that depend on `variables`, which are inputs or results of equations."""
     dependent = set(variables)
@@ -149,53 +161,6 @@ def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
             dependent.update(equation.outvars)
             dependent.update(_refs(equation))  # the equation may write to its Refs
     return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
-
-
-def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute the variables `wanted` from the values of `known` variables, by as few equations as possible.
-
-    A value in `known` takes precedence over the result of an equation.
-    """
-    values = dict(known)
-    for equation in equations_to(jaxpr, known, wanted)[0]:
-        for variable, value in zip(equation.outvars, _evaluate_equation(jaxpr, equation, values), strict=True):
-            values.setdefault(variable, value)
-    return _values_of(wanted, values)
-
-
-def _evaluate_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> list[Any]:
-    inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
-    debug = DebugInfo("pylayer_jax", "an equation of a jaxpr", None, None)
-    single = jaxpr.replace(
-        invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
-    )
-    return eval_jaxpr(single, (), *map(values.get, inputs))
-
-
-def _values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
-    return [v.val if is_literal(v) else values[v] for v in atoms]
-
-
-def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
-    """Return a copy of a jaxpr in which `checkpoint_name` names the variables in `name_of`.
-
-    All later equations read the named value. If a policy of `jax.checkpoint` saves it, the equations that compute it
-    need not run again in backward. tests: derivatives/test_checkpoint.py
-    """
-
-    def named(*args: Any) -> tuple[list[Any], None]:
-        values = dict(zip(jaxpr.invars, args, strict=True))
-        for equation in jaxpr.eqns:
-            for variable, value in zip(equation.outvars, _evaluate_equation(jaxpr, equation, values), strict=True):
-                name = name_of.get(variable)
-                values[variable] = checkpoint_name(value, name) if name else value
-        return _values_of(jaxpr.outvars, values), None
-
-    return stage(named, [v.aval for v in jaxpr.invars], debug_name)[0]
-
-
-def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
-    return equations_to(jaxpr, known, wanted)[1]
 
 
 def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
@@ -208,6 +173,41 @@ def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> t
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))
     return equations[::-1], read
+
+
+def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+    """Compute the variables `wanted` from the values of `known` variables, by as few equations as possible."""
+    return _evaluate(jaxpr, equations_to(jaxpr, known, wanted)[0], known, wanted)
+
+
+def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
+    """Return a copy of a jaxpr in which `checkpoint_name` names the variables in `name_of`.
+
+    All later equations read the named value. If a policy of `jax.checkpoint` saves it, the equations that compute it
+    need not run again in backward. tests: derivatives/test_checkpoint.py
+    """
+
+    def named(*args: Any) -> tuple[list[Any], None]:
+        inputs = dict(zip(jaxpr.invars, args, strict=True))
+        return _evaluate(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars, name_of), None
+
+    return stage(named, [v.aval for v in jaxpr.invars], debug_name)[0]
+
+
+def _evaluate(
+    jaxpr: Any, equations: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any], name_of: Mapping[Any, str] = {}
+) -> list[Any]:
+    """Evaluate equations one by one. A `known` value takes precedence over the result of an equation."""
+    values, debug = dict(known), DebugInfo("pylayer_jax", "an equation of a jaxpr", None, None)
+    for equation in equations:
+        inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
+        single = jaxpr.replace(
+            invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
+        )
+        for variable, value in zip(equation.outvars, eval_jaxpr(single, (), *map(values.get, inputs)), strict=True):
+            name = name_of.get(variable)
+            values.setdefault(variable, checkpoint_name(value, name) if name else value)
+    return [v.val if is_literal(v) else values[v] for v in wanted]
 
 
 # -- Refs and lowering ---------------------------------------------------------------------------------

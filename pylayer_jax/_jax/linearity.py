@@ -209,29 +209,26 @@ def _cond(equation: Any, operands: list[Kind]) -> list[Kind]:
     return functools.reduce(_joined, others, first)
 
 
-def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
-    consts, carries = scan_counts(equation.params)
-    body, _ = jaxpr_and_consts(equation.params["jaxpr"])
-    carry = operands[consts : consts + carries]
+def _loop(body: Any, operands: list[Kind], n_consts: int, n_carried: int) -> list[Kind]:
+    consts, carry, rest = operands[:n_consts], operands[n_consts:][:n_carried], operands[n_consts + n_carried :]
     while True:  # until no kind changes: a kind only moves away from ZERO and CONSTANT, to the reason of an error
-        results = evaluate_kinds(body, [*operands[:consts], *carry, *operands[consts + carries :]])
-        joined = _joined(carry, results[:carries])
+        results = evaluate_kinds(jaxpr_and_consts(body)[0], [*consts, *carry, *rest])
+        joined = _joined(carry, results[:n_carried])
         if joined == carry:
-            return [*carry, *results[carries:]]
+            return [*carry, *results[n_carried:]]
         carry = joined
+
+
+def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
+    return _loop(equation.params["jaxpr"], operands, *scan_counts(equation.params))
 
 
 def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
     n_cond, n_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    condition, body = (jaxpr_and_consts(equation.params[k])[0] for k in ("cond_jaxpr", "body_jaxpr"))
-    carry = operands[n_cond + n_body :]
-    while True:
-        joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))
-        if joined == carry:
-            (goes_on,) = evaluate_kinds(condition, [*operands[:n_cond], *carry])
-            # If the condition depends on the inputs, so does the number of iterations, and with it each carried value.
-            return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
-        carry = joined
+    carry = _loop(equation.params["body_jaxpr"], operands[n_cond:], n_body, len(equation.outvars))
+    (goes_on,) = evaluate_kinds(jaxpr_and_consts(equation.params["cond_jaxpr"])[0], [*operands[:n_cond], *carry])
+    # If the condition depends on the inputs, so does the number of iterations, and with it each carried value.
+    return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
 
 
 _RULES.update(dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint", "shard_map"), _call))
@@ -244,12 +241,9 @@ _RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 def transpose_jaxpr(
     name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
 ) -> list[Any]:
-    """Compute the cotangents of the arguments that are None from the cotangents of the outputs.
+    """Compute the cotangents of the arguments that are None. Raise a NotLinearError unless a proof succeeds.
 
     Errors use `name` for the jaxpr and `inputs` for these arguments.
-
-    Raises:
-        NotLinearError: if the jaxpr is not proved to be linear in these arguments, or if JAX cannot transpose it.
     """
     is_input = [x is None for x in args]
     used = [c is not None and has_tangent(v.aval) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]

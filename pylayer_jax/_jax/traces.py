@@ -7,7 +7,10 @@ function, for example with `jax.vmap`, which records the class of its argument a
 
 from __future__ import annotations
 
-import functools
+# Names of JAX that may move between versions are imported here. Lint forbids to import them in other modules, which get
+# them from this one. Besides, they use `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util` and `jax.errors`.
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -38,48 +41,6 @@ from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
 
-# -- names of JAX that may move between versions ----------------------------------------------------------
-#
-# Lint forbids these imports in other modules. The rest of the package uses `jax`, `jax.numpy`, `jax.lax`,
-# `jax.tree_util`, `jax.errors` and this subpackage.
-
-
-__all__ = [
-    "ClosedJaxpr",
-    "DebugInfo",
-    "Jaxpr",
-    "Literal",
-    "Primitive",
-    "ShapedArray",
-    "SymbolicZero",
-    "Trace",
-    "Tracer",
-    "ad",
-    "batching",
-    "buffer_callback",
-    "checkpoint_name",
-    "convert_element_type_p",
-    "current",
-    "eval_context",
-    "eval_jaxpr",
-    "get_opaque_trace_state",
-    "io_callback",
-    "ir",
-    "jaxprs_in_params",
-    "lower_with_sharding_in_types",
-    "mlir",
-    "partial_eval",
-    "primal_dtype_to_tangent_dtype",
-    "register_exclusion",
-    "set_current_trace",
-    "stablehlo",
-    "summarize",
-    "take_current_trace",
-    "unmapped_aval",
-    "wrap_init",
-]
-
-
 # JAX raises these exceptions if traced code needs a concrete value.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -104,11 +65,7 @@ def current_trace() -> Any:
 
 
 def discover(what: str, probe: Callable[[Any], Any]) -> Any:
-    """Call `probe` with a tracer of `jax.eval_shape`, and return its result.
-
-    Raises:
-        ImportError: if `probe` fails; the message names the versions of JAX that were tested.
-    """
+    """Call `probe` with a tracer of `jax.eval_shape`, and return its result. If it fails, raise an ImportError."""
     found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
         # A traced function may import this package. In an eval context, none of its transformations is active.
@@ -268,19 +225,7 @@ class PassThroughTrace(Trace):
         return getattr(self.parent_trace, name)  # JAX reads other attributes too, such as `cur_qdd`
 
 
-_KINDS: Final = {
-    "passes through": PassThroughTrace,
-    "staging": STAGED.trace,
-    "forward mode": FORWARD.trace,
-    "reverse mode": REVERSE.trace,
-    "usual": (EVAL_TRACE, BATCHED.trace, PARTIAL.trace),
-}
-_DIFFERENTIATIONS: Final = ("forward mode", "reverse mode")
-
-
-@functools.cache
-def _kind_of(trace_class: type[Any]) -> str:
-    return next((kind for kind, classes in _KINDS.items() if issubclass(trace_class, classes)), "unknown")
+_OTHER_TRACES: Final = (EVAL_TRACE, BATCHED.trace, PARTIAL.trace, PassThroughTrace)
 
 
 def without_pass_through(trace: Any) -> Any:
@@ -292,35 +237,34 @@ def without_pass_through(trace: Any) -> Any:
 class TraceState:
     """The transformations that are active where code runs.
 
-        vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual", "usual"]
+        vmap(jit(grad(f))) runs f with the traces of grad, jit, vmap and eager mode, from the innermost outwards
 
-    These are the kinds of the traces of grad, jit, vmap and eager mode, from the innermost trace outwards. The
-    innermost staging trace makes a jaxpr, so the traces outside of it transform an operation only when JAX evaluates
-    this jaxpr. `has_unknown_trace`, `is_forward_mode` and `differentiations` describe only the traces inside of it, or
-    all traces if there is no staging trace.
+    The innermost staging trace, that of jit, makes a jaxpr, so the traces outside of it transform an operation only
+    when JAX evaluates this jaxpr. `differentiations`, `is_forward_mode` and `has_unknown_trace` describe only the
+    traces inside of it, or all traces if there is no staging trace.
     """
 
     def __init__(self) -> None:
-        self.traces: list[Any] = []  # all traces except `PassThroughTrace`s, the innermost first
-        self.kinds: list[str] = []  # the kind of each trace
+        self.traces: list[Any] = []  # all traces
+        self.is_staged = False  # whether the current trace or an outer one makes a jaxpr
+        self.differentiations: list[Any] = []  # the traces that differentiate each operation as soon as it runs
+        self.has_unknown_trace = False  # as in an eager shard_map
+        modes: list[TransformClasses] = []
         trace = current_trace()
         while trace is not None:
-            kind = _kind_of(type(trace))
-            if kind != "passes through":
-                self.traces.append(trace)
-                self.kinds.append(kind)
+            self.traces.append(trace)
+            if isinstance(trace, STAGED.trace):
+                self.is_staged = True
+            elif isinstance(trace, (FORWARD.trace, REVERSE.trace)):
+                modes.append(FORWARD if isinstance(trace, FORWARD.trace) else REVERSE)
+                if not self.is_staged:
+                    self.differentiations.append(trace)
+            elif not self.is_staged and not isinstance(trace, _OTHER_TRACES):
+                self.has_unknown_trace = True
             trace = getattr(trace, "parent_trace", None)
-        modes = [kind for kind in self.kinds if kind in _DIFFERENTIATIONS]
         self.is_differentiated = bool(modes)
-        # This is True for jvp(grad(f)).
-        self.is_forward_over_reverse = modes[:1] == ["reverse mode"] and "forward mode" in modes
-        self.is_staged = "staging" in self.kinds  # the current trace or an outer one makes a jaxpr
-        n = self.kinds.index("staging") if self.is_staged else len(self.kinds)
-        kinds = self.kinds[:n]
-        self.has_unknown_trace = "unknown" in kinds  # as in an eager shard_map
-        self.is_forward_mode = [kind for kind in kinds if kind in _DIFFERENTIATIONS][:1] == ["forward mode"]
-        # the traces that differentiate each operation as soon as it runs, innermost first
-        self.differentiations = [t for t, kind in zip(self.traces, kinds, strict=False) if kind in _DIFFERENTIATIONS]
+        self.is_forward_over_reverse = modes[:1] == [REVERSE] and FORWARD in modes  # as for jvp(grad(f))
+        self.is_forward_mode = bool(self.differentiations) and modes[0] is FORWARD
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""

@@ -73,6 +73,15 @@ class PartialFunction(RuleFunction):
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.whole.transpose(jaxpr, args, cotangents)
 
+    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
+        """Return a function that computes only the `used` results, and a mask of the operands that it reads."""
+        n, n_positions = self.n_residuals, len(self.positions)
+        # The rule differentiates the whole function, whose operands stay.
+        is_kept = [False] * n + [True] * (len(self.jaxpr.invars) - n)
+        code, is_read = partial_eval.dce_jaxpr(self.jaxpr, list(used), is_kept)
+        part = PartialFunction(self.whole, code, sum(is_read[:n]), select(self.positions, used[:n_positions]))
+        return part, list(is_read)
+
 
 def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
     return equation.replace(params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes)
@@ -82,54 +91,50 @@ def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any
 
 
 def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
-    """Split an equation into one for the forward pass and one for the backward pass.
+    """Divide an equation between the forward and the backward pass: a rule of `partial_eval_jaxpr_custom_rules`.
 
-    This is a rule of `partial_eval_jaxpr_custom_rules`. It returns these equations, two masks of the results (known
-    only in backward; computed in backward), and the variables that backward needs from forward.
+    Two masks of the operands tell which of them are `unknown` in forward, and which are `instantiated`: backward has
+    these anyway.
+
+    Returns:
+        The equations of forward and of backward, each of which may be None; two masks of the results, that are unknown
+        in forward, and that backward computes; and the variables that backward needs from forward.
     """
-    function = payload_of(equation)
+    function, n = payload_of(equation), len(equation.outvars)
     # A part of an identity would have more operands than results, so it would be no identity.
     if any(unknown) or isinstance(function, Identity) or not function.is_divisible:
-        return _keep_whole(saveable, any(unknown), instantiated, equation)
-    known, staged, unknown_out, instantiated_out, residuals = _divide_jitted(
-        saveable, unknown, instantiated, equation, function.jaxpr
-    )
-    code, _ = jaxpr_and_consts(known.params["jaxpr"])
-    first = PartialFunction(function, code, 0, range(len(equation.outvars)))
-    forward = _with_function(equation, first, invars=known.invars, outvars=known.outvars)
-    if not any(instantiated_out):
-        return forward, None, unknown_out, instantiated_out, []
-    # JAX's rule may leave an unused equation in the backward part, which would compute a saved value again.
-    code, _ = jaxpr_and_consts(staged.params["jaxpr"])
-    code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
-    read = select(staged.invars, is_read)
-    code = code.replace(invars=[*code.invars, *function.jaxpr.invars])
-    positions = [i for i, is_set in enumerate(instantiated_out) if is_set]
-    second = PartialFunction(function, code, len(read), positions)
-    backward = _with_function(equation, second, invars=[*read, *equation.invars], outvars=staged.outvars)
-    return forward, backward, unknown_out, instantiated_out, [v for v in residuals if v in backward.invars]
+        operands = zip(equation.invars, instantiated, strict=True)
+        missing = [v for v, is_there in operands if not (is_there or is_literal(v))]
+        if any(unknown):
+            return None, equation, [True] * n, [True] * n, missing
+        is_saved = saveable(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
+        if is_saved or equation.effects:
+            return equation, None, [False] * n, [False] * n, []
+        return equation, equation, [False] * n, [True] * n, missing
 
-
-def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
-    """Apply the partial-evaluation rule of `jax.jit` to an equation, as if its code were a jitted function."""
+    # Let JAX divide a jitted function with the same code: above, into `c, d = jit a b` and `c = jit d`.
     with equation.ctx.manager, jax.disable_jit(False):
-        jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
+        jitted = jax.jit(lambda *args: eval_jaxpr(function.jaxpr, (), *args))
         outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
     (call,) = outer.eqns
     call = call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
-    return partial_eval.partial_eval_jaxpr_custom_rules[call.primitive](saveable, unknown, instantiated, call)
+    rule: Any = partial_eval.partial_eval_jaxpr_custom_rules[call.primitive]
+    known, staged, unknown_out, computed, residuals = rule(saveable, unknown, instantiated, call)
 
+    code, _ = jaxpr_and_consts(known.params["jaxpr"])
+    part = PartialFunction(function, code, 0, range(n))
+    forward = _with_function(equation, part, invars=known.invars, outvars=known.outvars)
+    if not any(computed):
+        return forward, None, unknown_out, computed, []
 
-def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
-    """Choose whether to evaluate a whole equation in the forward pass, in the backward pass, or in both."""
-    n = len(equation.outvars)
-    operands = [a for a, is_set in zip(equation.invars, instantiated, strict=True) if not (is_set or is_literal(a))]
-    if is_unknown:
-        return None, equation, [True] * n, [True] * n, operands
-    is_saved = saveable(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
-    if is_saved or equation.effects:
-        return equation, None, [False] * n, [False] * n, []
-    return equation, equation, [False] * n, [True] * n, operands
+    code, _ = jaxpr_and_consts(staged.params["jaxpr"])
+    # JAX's rule may leave an unused equation in this code, which would compute a saved value again.
+    code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
+    read = select(staged.invars, is_read)
+    code = code.replace(invars=[*code.invars, *function.jaxpr.invars])  # the derivative needs all operands
+    part = PartialFunction(function, code, len(read), select(range(n), computed))
+    backward = _with_function(equation, part, invars=[*read, *equation.invars], outvars=staged.outvars)
+    return forward, backward, unknown_out, computed, [v for v in residuals if v in backward.invars]
 
 
 partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
@@ -149,24 +154,11 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         return [False] * len(equation.invars), None
     if isinstance(function, WaitingBarrier) or not function.is_divisible:
         return all_operands, equation
-    if isinstance(function, (Identity, Outputs)):
-        part, is_read = function.without_unused(used)
-    else:
-        part, is_read = _without_unused(function, used)
+    if not isinstance(function, (Identity, Outputs, PartialFunction)):
+        function = PartialFunction(function, function.jaxpr, 0, range(len(used)))
+    part, is_read = function.without_unused(used)
     invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
     return is_read, _with_function(equation, part, invars=invars, outvars=outvars)
-
-
-def _without_unused(function: RuleFunction, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-    """Return a function that computes only the `used` results, and a mask of the operands that it reads."""
-    whole, n_residuals, positions = function, 0, range(len(used))
-    if isinstance(function, PartialFunction):
-        whole, n_residuals, positions = function.whole, function.n_residuals, function.positions
-    # The rule of the part differentiates the whole function, so the part has all its operands.
-    is_kept = [i >= n_residuals for i in range(len(function.jaxpr.invars))]
-    code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), is_kept)
-    of_whole = select(positions, used[: len(positions)])
-    return PartialFunction(whole, code, sum(is_read[:n_residuals]), of_whole), list(is_read)
 
 
 partial_eval.dce_rules[rule_function_p] = _drop_unused
