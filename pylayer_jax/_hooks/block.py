@@ -84,8 +84,11 @@ def _listed(names: Collection[str]) -> str:
     return f"{shown}, and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else shown
 
 
-def _misspelled(key: Any, names: Collection[str]) -> str:
-    similar = difflib.get_close_matches(str(key), names, 1)
+def _unmatched(key: Any, pair: Pair) -> str:
+    if key in pair.seen:
+        otherwise = "; with recompute=False they are packed" if pair.recomputes else ""
+        return f"{key!r} (backward computes such tensors again from others{otherwise})"
+    similar = difflib.get_close_matches(str(key), pair.seen, 1)
     return f"{key!r} (did you mean {similar[0]!r}?)" if similar else repr(key)
 
 
@@ -133,44 +136,41 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
     The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
     the block, each tensor once. A jitted function is one operation, and so is a loop in eager mode; a scan that JAX
-    traces to a jaxpr packs in each iteration. A tensor that an operation or a jitted function computes from its other
-    residuals by moving their values (a transpose, a broadcast) is recomputed. Arrays on `ctx` attributes, constants and
-    PRNG keys are not packed.
+    traces packs in each iteration. What follows from other residuals by moving values (a transpose, a broadcast) is
+    recomputed. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
 
-    Put the block around the differentiated code: inside the function that `jax.grad` gets, or as a decorator of this
-    function. Around a call of `jax.grad`, or of a jitted train step, a block packs only the tensors that layers save,
-    since JAX does not show it the residuals of other operations. The `repr` of a pair shows how many tensors it has
-    packed: none if the block is in the wrong place, or if JAX reuses a program that it compiled for an equal pair.
+    Put the block inside the function that `jax.grad` gets, or decorate this function. Around a call of `jax.grad`, or
+    of a jitted train step, a block packs only the tensors that layers save, since JAX does not show it the residuals of
+    other operations. The `repr` of a pair shows how many tensors it has packed: none if JAX reuses a program that it
+    compiled for an equal pair.
 
-    In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
+    In eager mode, the hooks get concrete arrays, and the result of `pack_hook` is kept unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
     hooks like any other code. With `host=True`, the hooks run on the host and get NumPy arrays.
 
     Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. The hooks do not pack a tensor
-    that JAX keeps only for a second derivative. If the block is inside staged code (a jitted function, the body of a
-    scan) that JAX differentiates from outside, a second derivative raises an error unless the hooks are
-    `differentiable`. Forward mode works too; in staged code, JAX may compute its tangents from tensors that were packed
-    and unpacked.
+    that JAX keeps only for a second derivative. If a block is inside staged code (a jitted function, the body of a
+    scan) that JAX differentiates from outside, a second derivative is an error unless the hooks are `differentiable`.
+    Forward mode works too; in staged code, its tangents may come from tensors that were packed and unpacked.
 
     A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
 
     Args:
-        pack_hook: a function that takes a tensor and returns any pytree. JAX keeps its arrays, and the package holds
-            other objects by reference.
-        unpack_hook: a function that takes the result of `pack_hook` and returns a tensor of the same shape and dtype as
-            before. It runs when `backward` reads its saved tensors, perhaps several times for one pack. The package
-            restores the weak type and the sharding.
+        pack_hook: takes a tensor and returns any pytree. JAX keeps its arrays, and the package other objects.
+        unpack_hook: takes the result of `pack_hook` and returns a tensor of the same shape and dtype as before. It runs
+            when `backward` reads its saved tensors, perhaps several times for one pack. The weak type and the sharding
+            are restored.
         host: whether both hooks run on the host, also in compiled programs. On several devices, such a program gathers
-            each tensor. The host drops an unpacked result of `pack_hook` when the same place in the program packs
-            again, and all results on `close()` or when JAX deletes the program. A block of such hooks inside
-            `jax.checkpoint` is an error, since `jax.checkpoint` allows no effects.
+            each tensor. The host drops an unpacked result when the same place in the program packs again, and all on
+            `close()` or when JAX deletes the program. Such a block inside `jax.checkpoint` is an error, since
+            `jax.checkpoint` allows no effects.
         differentiable: whether the derivative of `unpack(pack(x))` in JAX is that of the identity, as for a cast or a
             transfer, but not for rounding.
-        only: a predicate of an array, or of an array and its origin `info`; JAX keeps a tensor for which it is False as
+        only: a predicate of an array, or of an array and its origin `info`; a tensor for which it is False is kept as
             without hooks. It may read the shape, dtype and sharding (`jax.typeof(x).sharding`) of the array.
             `info.operation` or `info.layer` computed the tensor, `info.name` is its name (`saved_names`,
-            `checkpoint_name`), and `info.inside` names the functions (and their classes) through which the block called
-            the operation, and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`.
+            `checkpoint_name`), and `info.inside` has the functions (and their classes) from the block to the operation,
+            and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`.
 
     Warns:
         UserWarning: if a block at top level has packed nothing (a decorated function: and runs a backward pass), or if
@@ -299,10 +299,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
             )
         if pair.unmatched and pair.seen:
-            keys, pair.unmatched = ", ".join(sorted(_misspelled(x, pair.seen) for x in pair.unmatched)), set[Any]()
+            keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()
+            kept = [name for name, is_kept in pair.seen.items() if is_kept]
             found.append(
                 f"{type(self).__name__}: no tensor that code in the block keeps for backward has the name {keys}. "
-                f"The names of these tensors are {_listed(pair.seen)}. What jax.checkpoint computes again is not kept."
+                f"The names of these tensors are {_listed(kept)}. What jax.checkpoint computes again is not kept."
             )
         for only in pair.predicates():
             if only.seen and not only.was_true and not only.was_reported:

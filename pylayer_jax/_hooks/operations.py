@@ -75,7 +75,7 @@ from .active import OFF, Block, active, hooks_suspended, innermost_block, is_rep
 from .host import HostStore
 from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
-from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Equation, Row, is_number
+from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, PrimitiveFunction, Row, fold, is_number
 from .residuals import (
     PackedResiduals,
     Packing,
@@ -190,10 +190,11 @@ class Operation(NamedTuple):
             return False
         return all(any(is_number(args[i]) for i in positions) for positions in numbers)
 
-    def equation(self, inputs: Sequence[Any], value: Any) -> Equation | None:
-        """Return an equation of the result, or None if backward may never compute it again."""
+    def expression(self, inputs: Sequence[Any], value: Any) -> Expression | None:
+        """Return an expression of the result, or None if backward may never compute it again."""
         if self.row:
-            return Equation(self.primitive, self.params, inputs, typeof(value)) if self.row.recomputed else None
+            function = PrimitiveFunction(self.primitive, self.params, typeof(value))
+            return Expression(function, inputs) if self.row.recomputed else None
         if not self.is_jitted or _facts_of(self.params).numbers is None:
             return None
         jaxpr, consts = jaxpr_and_consts(self.params["jaxpr"])
@@ -205,9 +206,9 @@ class Operation(NamedTuple):
                 continue
             if len(e.outvars) > 1 or not ROWS.get(e.primitive.name, KEPT).recomputed:
                 return None
-            known[e.outvars[0]] = Equation(e.primitive, e.params, operands, e.outvars[0].aval)
+            known[e.outvars[0]] = Expression(PrimitiveFunction(e.primitive, e.params, e.outvars[0].aval), operands)
         found = known.get(jaxpr.outvars[0])
-        return found if isinstance(found, Equation) else None
+        return found if isinstance(found, Expression) else None
 
 
 class HookedOperation(RuleFunction):
@@ -220,6 +221,7 @@ class HookedOperation(RuleFunction):
         self,
         operation: Operation,
         pair: Pair,
+        n_operands: int,
         origin: Origin,
         origins: Sequence[Origin],
         expressions: dict[int, Any],
@@ -230,19 +232,20 @@ class HookedOperation(RuleFunction):
         self.is_users_rule, self.holds_code = operation.is_users_rule, operation.holds_code
         self.pair = pair
         self.origin = origin  # the origin of the results
-        self.origins = origins  # the origin of each operand of the operation
-        self.expressions = expressions  # position of an operand -> an `Equation` of `_Position`s
+        self.n_operands = n_operands  # without further ones
+        self.origins = origins  # the origin of each operand, with further ones
+        self.expressions = expressions  # position of an operand -> an expression of `_Position`s
         self.left_unpacked = left_unpacked  # the positions of operands that are not packed
 
     def stage(self, args: Sequence[Any]) -> Values:
         """Stage the operation to a jaxpr, so that it can run several times. Return its closed-over values."""
-        n, types = len(self.origins), [typeof(x) for x in args]
-        self.jaxpr, consts, _ = stage(lambda *args: (self.bind(*args[:n]), None), types, self.name)
+        run = lambda *args: (self.bind(*args[: self.n_operands]), None)  # noqa: E731
+        self.jaxpr, consts, _ = stage(run, [typeof(x) for x in args], self.name)
         self.n_consts = len(consts)
         return consts
 
     def run(self, *args: Any) -> Values:
-        return self.bind(*args[: len(self.origins)]) if self.jaxpr is None else super().run(*args)
+        return self.bind(*args[: self.n_operands]) if self.jaxpr is None else super().run(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         if self.jaxpr is None:  # JAX can call the Python function of this operation only once
@@ -261,7 +264,7 @@ class HookedOperation(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        n_read = self.n_consts + len(self.origins)  # the operation does not read the further operands
+        n_read = self.n_consts + self.n_operands  # the operation does not read the further operands
         nonzero = [t is not None and i < n_read for i, t in enumerate(tangents)]
         given = select(tangents, nonzero)
         if not given:
@@ -298,12 +301,9 @@ class HookedOperation(RuleFunction):
             values, pullback = jax.vjp(run, *select(args, nonzero))
             return [*values, *as_arrays(jax.tree_util.tree_leaves(pullback))]
 
-        n_further = len(primals) - self.n_consts - len(self.origins)
-        given = [*[Origin()] * self.n_consts, *self.origins, *[Origin()] * n_further]
+        given = [*[Origin()] * self.n_consts, *self.origins]
         jaxprs = inner_jaxprs(self.params) if self.jaxpr is None else [self.jaxpr]
-        origins = origins_of(differentiated, jaxprs, list(map(typeof, primals)), given, self.origin)
-        # JAX may keep other constants of staged code than of eager code.
-        return dict(zip(map(id, found), origins, strict=True)) if len(found) == len(origins) else {}
+        return origins_of(differentiated, jaxprs, primals, given, self.origin, found)
 
     def _packing(
         self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder, origins: dict[int, Origin]
@@ -311,19 +311,22 @@ class HookedOperation(RuleFunction):
         """Return the arguments of `pack_residuals`. `array_of`: id of a leaf of the vjp function -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         consts, args = primals[: self.n_consts], primals[self.n_consts :]
-        done: dict[int, Equation] = {}
-        equations = {
-            i: e.with_leaves(lambda x: args[x.number] if isinstance(x, _Position) else x, done)
-            for i, e in self.expressions.items()
+        done: dict[int, Any] = {}
+        expressions = {
+            i: fold(x, lambda x: args[x.number] if isinstance(x, _Position) else x, done=done)
+            for i, x in self.expressions.items()
         }
-        of_operands = {id(args[i]): (args[i], e) for i, e in equations.items() if i not in self.left_unpacked}
-        left = [
-            (args[i], _residual_of(equations[i]) if i in equations else args[i]) for i in sorted(self.left_unpacked)
-        ]
+        of_operands = {id(args[i]): (args[i], x) for i, x in expressions.items() if i not in self.left_unpacked}
+        left = [(x, x) for x in consts]
+        for i in sorted(self.left_unpacked):
+            residual = args[i]
+            if i in expressions:
+                residual = recomputed(expressions[i], lambda x: None if is_number(x) else x)
+            left.append((args[i], residual))
         origins = _origins_by_id(args, self.origins) | origins
 
         def origin_of(x: Any, _: int) -> Origin:
-            own, of_layer = origins.get(id(x)), self.pair.origins.get(_viewed(x, recorder.equations))
+            own, of_layer = origins.get(id(x)), self.pair.origins.get(_viewed(x, recorder.expressions))
             if of_layer is None:
                 return own or self.origin
             return with_saver(own or dataclasses.replace(self.origin, operation=""), of_layer.layer, of_layer.name)
@@ -333,24 +336,18 @@ class HookedOperation(RuleFunction):
             f"the operation {self.name}, residual",
             operands=primals,
             origin_of=origin_of,
-            left_unpacked=[*[(x, x) for x in consts], *left],
-            equations={**of_operands, **recorder.equations},
+            left_unpacked=left,
+            expressions={**of_operands, **recorder.expressions},
             amplified=recorder.amplified,
             exact=recorder.compared,
             is_users_rule=self.is_users_rule,
         )
 
 
-def _viewed(x: Any, equations: dict[int, tuple[Any, Equation]]) -> Any:
-    while (equation := equations.get(id(x), (x, None))[1]) and equation.row.is_view and equation.inputs:
-        x = equation.inputs[0]
+def _viewed(x: Any, expressions: dict[int, tuple[Any, Expression]]) -> Any:
+    while (found := expressions.get(id(x), (x, None))[1]) and found.function.row.is_view and found.inputs:
+        x = found.inputs[0]
     return x
-
-
-def _residual_of(x: Any) -> Any:
-    if isinstance(x, Equation):
-        return recomputed(x, _residual_of)
-    return None if is_number(x) else x
 
 
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
@@ -498,7 +495,7 @@ class ValueRecord(NamedTuple):
 
     place: Place
     origin: Origin = Origin()
-    equation: Equation | None = None  # from which backward may compute the value again, if it keeps the operands
+    expression: Expression | None = None  # from which backward may compute the value again, if it keeps the operands
 
 
 class BlockTrace(PassThroughTrace):
@@ -537,8 +534,10 @@ class BlockTrace(PassThroughTrace):
             return found if primitive.multiple_results else [found]
 
         kind = name = primitive.name
-        if kind == "convert_element_type" and _changes_nothing(tracers[0], **params):
-            return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
+        if kind == "convert_element_type":
+            aval = typeof(tracers[0])
+            if {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None} == params:
+                return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
         if kind in JITTED or primitive is rule_function_p:
             name = params["name"]
         elif kind == "custom_vjp_call":
@@ -609,15 +608,10 @@ class BlockTrace(PassThroughTrace):
             values = self._pack_inside(operation, args, records, origin)
             if values is not None:
                 return values
-        return self._bind_hooked(operation, args, records, origin)
-
-    def _bind_hooked(
-        self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
-    ) -> Values:
-        __tracebackhide__ = True
         expressions, further = _expressions(args, records)
         left = [i for i, record in enumerate(records) if self.is_left_unpacked(record)]
-        hooked = HookedOperation(operation, self.pair, origin, [r.origin for r in records], expressions, left)
+        origins = [record.origin for record in (*records, *map(self.record_of, further))]
+        hooked = HookedOperation(operation, self.pair, len(args), origin, origins, expressions, left)
         operands = [*args, *further]
         if _runs_once(operation, args, self.parent_trace):
             return apply(hooked, operands)
@@ -644,7 +638,7 @@ class BlockTrace(PassThroughTrace):
         def body(*args: Any) -> tuple[list[Any], None]:
             trace = BlockTrace(self.pair, self.entry, origin.sources)
             for x, record in zip(args, records, strict=True):
-                trace.set_record([x], record._replace(equation=None))  # whose arrays are not available in the body
+                trace.set_record([x], record._replace(expression=None))  # whose arrays are not available in the body
             trace.block.enter()
             try:
                 return eval_jaxpr(jaxpr, consts, *args), None
@@ -686,31 +680,34 @@ class BlockTrace(PassThroughTrace):
             origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
             if operation.kind == "name":
                 origin = dataclasses.replace(origin, name=operation.params["name"])
-        equation = None
+        expression = None
         if len(values) == 1 and operation.primitive:
             if place is Place.OUTSIDE and not self.pair.packs_arguments:
-                equation = Equation(operation.primitive, operation.params, _inputs(args, records), typeof(values[0]))
+                function = PrimitiveFunction(operation.primitive, operation.params, typeof(values[0]))
+                expression = Expression(function, self._inputs(args, records))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
                 # In eager mode, this record could be the last reference to an operand of a sum. (The results of other
-                # equations here have one operand, of the same size.)
+                # operations here have one operand, of the same size.)
                 is_sum = sum([not is_number(x) for x in args]) > 1
                 is_weak = is_sum and not self.is_staging
                 leaves = [weakref.ref(x) if is_weak and is_tracer(x) else x for x in args]
-                equation = operation.equation(_inputs(leaves, records), values[0])
+                expression = operation.expression(self._inputs(leaves, records), values[0])
         if place is Place.BLOCK and operation.holds_code and reads_origins(self.pair):
             given, jaxprs = [r.origin for r in records], inner_jaxprs(operation.params)
             with set_current_trace(self.parent_trace):
-                origins = origins_of(operation.bind, jaxprs, list(map(typeof, args)), given, origin)
-            for value, own in zip(values, origins, strict=True):
-                self.set_record([value], ValueRecord(place, own))
+                origins = origins_of(operation.bind, jaxprs, args, given, origin, values)
+            for value in values:
+                self.set_record([value], ValueRecord(place, origins.get(id(value), origin)))
         else:
-            self.set_record(values, ValueRecord(place, origin, equation))
+            self.set_record(values, ValueRecord(place, origin, expression))
 
+    def _inputs(self, leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
+        """Replace operands by their expressions, unless the chain would become too long."""
 
-def _inputs(leaves: Sequence[Any], records: Sequence[ValueRecord]) -> list[Any]:
-    """Replace operands by their equations, unless the chain would become too long."""
-    is_short = [record.equation is not None and record.equation.depth < MOST_EQUATIONS for record in records]
-    return [r.equation if short else x for x, r, short in zip(leaves, records, is_short, strict=True)]
+        def is_leaf(e: Expression | None) -> bool:
+            return e is None or e.depth >= MOST_EQUATIONS or self.pair.is_name(e)
+
+        return [x if is_leaf(r.expression) else r.expression for x, r in zip(leaves, records, strict=True)]
 
 
 _OUTSIDE: Final = ValueRecord(Place.OUTSIDE)
@@ -721,9 +718,9 @@ class _Position(NamedTuple):
     number: int  # among the operands of a `HookedOperation`
 
 
-def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Equation], Values]:
-    """Return the equations of operands, with positions for values, and the further values to which positions refer."""
-    operands, expressions = list(args), dict[int, Equation]()
+def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Expression], Values]:
+    """Return the expressions of operands, with positions for values, and the further values among these."""
+    operands, expressions = list(args), dict[int, Expression]()
     position_of: dict[int, _Position] = {}
     for i, x in enumerate(args):
         position_of.setdefault(id(x), _Position(i))
@@ -736,15 +733,15 @@ def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[d
             operands.append(x)
         return position_of[id(x)]
 
-    done: dict[int, Equation] = {}
+    done: dict[int, Any] = {}
     for i, record in enumerate(records):
-        equation = record.equation if record.equation is None or is_staging() else _revived(record.equation)
-        if equation is not None:
-            expressions[i] = equation.with_leaves(position, done)
+        found = record.expression if record.expression is None or is_staging() else _revived(record.expression)
+        if found is not None:
+            expressions[i] = fold(found, position, done=done)
     return expressions, operands[len(args) :]
 
 
-def _revived(equation: Equation) -> Equation | None:
+def _revived(expression: Expression) -> Expression | None:
     """Replace weak references by their values. Return None if one is gone."""
     values: list[Any] = []
 
@@ -752,7 +749,7 @@ def _revived(equation: Equation) -> Equation | None:
         values.append(x() if isinstance(x, weakref.ref) else x)
         return values[-1]
 
-    revived = equation.with_leaves(value_of, {})
+    revived = fold(expression, value_of)
     return None if any(x is None for x in values) else revived
 
 
@@ -765,11 +762,6 @@ def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequen
     of_floats = [place for place, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
     comes_from_outside = Place.OUTSIDE in places and Place.BLOCK not in of_floats
     return Place.OUTSIDE if operation.is_view and comes_from_outside else Place.BLOCK
-
-
-def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) -> bool:
-    aval = typeof(x)
-    return aval.dtype == new_dtype and aval.weak_type == weak_type and sharding is None
 
 
 class BackwardWatch(PassThroughTrace):

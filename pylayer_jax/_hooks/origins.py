@@ -32,6 +32,7 @@ from pylayer_jax._jax.rule_function import (
     rule_function_p,
 )
 from pylayer_jax._jax.transparency import Identity, PartialFunction
+from pylayer_jax._jax.types import typeof
 
 from .active import hooks_suspended
 from .pack import PACK_SCOPE, Origin
@@ -149,22 +150,27 @@ def _names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
 def origins_of(
     function: Callable[..., Sequence[Any]],
     jaxprs: Sequence[Any],
-    types: Sequence[Any],
+    operands: Sequence[Any],
     given: Sequence[Origin],
     outer: Origin,
-) -> list[Origin]:
-    """Return the origins of the results of `function`, by `given`, those of its operands. `outer` is the default.
+    found: Sequence[Any],
+) -> dict[int, Origin]:
+    """Return the origins of `found`, the results of `function(*operands)`, by id. `outer` is the default.
 
-    `function` evaluates or differentiates `jaxprs`.
+    `function` evaluates or differentiates `jaxprs`. `given` has the origins of the operands.
     """
     name_of = _names_of_equations(jaxprs)
     with hooks_suspended():
-        jaxpr, consts, _ = stage(lambda *args: (function(*args), None), types, "residuals")
+        jaxpr, consts, _ = stage(lambda *args: (function(*args), None), list(map(typeof, operands)), "residuals")
     inputs = [Value(v.aval, "input", str(i - len(consts))) for i, v in enumerate(jaxpr.invars)]
     origin_of = dict(zip(inputs, [*[Origin()] * len(consts), *given], strict=True))
     values, notes = outputs_of(jaxpr, inputs)
+    if len(found) != len(values):  # in eager mode, an array and the same with a name are one residual
+        found, values = list({id(x): x for x in found}.values()), list(dict.fromkeys(values))
+    if len(found) != len(values):  # JAX may keep other constants of staged code than of eager code
+        return {}
     notes_of = by_value(notes)
-    return [_origin(value, notes_of, origin_of, outer, name_of) for value in values]
+    return {id(x): _origin(v, notes_of, origin_of, outer, name_of) for x, v in zip(found, values, strict=True)}
 
 
 def _origin(
@@ -365,7 +371,12 @@ def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Va
     results = [dataclasses.replace(v, layer=layer, viewed=None) for v in _operation_results(equations, operands, layer)]
     outputs: list[Any] = results
     for wrapper in wrappers:
-        operands, outputs = _inside(wrapper, operands, outputs)
+        if isinstance(wrapper, BatchedFunction):
+            operands = operands[wrapper.n_consts :]
+        else:  # a part of the layer; after the outputs in `positions`, it returns residuals for another part
+            operands = operands[wrapper.n_residuals :]
+            computed = dict(zip(wrapper.positions, outputs, strict=False))
+            outputs = [computed.get(i) for i in range(len(wrapper.whole.jaxpr.outvars))]
     saved = function.saved(operands, outputs)
     return results, [Note(v, layer, name, equations) for v, name in saved if v is not None]
 
@@ -391,13 +402,3 @@ def _nested_functions(params: dict[str, Any]) -> list[Any]:
         outer = functions[-1]
         functions.append(outer.inner if isinstance(outer, BatchedFunction) else outer.whole)
     return functions
-
-
-def _inside(
-    function: BatchedFunction | PartialFunction, operands: list[Value], outputs: list[Any]
-) -> tuple[list[Value], list[Any]]:
-    """Return the operands and outputs of the inner function, with None for an output that `function` leaves out."""
-    if isinstance(function, BatchedFunction):
-        return operands[function.n_consts :], outputs
-    computed = dict(zip(function.positions, outputs, strict=False))  # residuals for another part follow
-    return operands[function.n_residuals :], [computed.get(i) for i in range(len(function.whole.jaxpr.outvars))]

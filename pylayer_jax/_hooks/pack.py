@@ -42,7 +42,7 @@ from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, WeakTable, split
 
 from .host import PackSite
-from .primitives import EXACT, UNKNOWN, Rounding
+from .primitives import EXACT, UNKNOWN, Expression, Rounding
 
 if TYPE_CHECKING:
     from .host import HostStore
@@ -125,7 +125,7 @@ class Pair:
         self.origins = WeakTable()  # tensor that a layer in an operation saves -> its origin
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
-        self.seen: dict[str, None] = {}  # names of kept tensors, recorded while keys are unmatched
+        self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
 
     @property
     def is_selective(self) -> bool:
@@ -154,12 +154,16 @@ class Pair:
         excluded = [key for key in named if not self.by_name[key]]
         return self.by_name.get((excluded or named or [...])[0], ())
 
-    def note(self, origin: Origin) -> None:
-        """Record the names of a kept tensor, for a warning about keys of `by_name` that match none."""
-        if self.unmatched:
-            for o in (origin, *origin.others):
-                self.unmatched.difference_update(o.keys)
-                self.seen.update(dict.fromkeys(o.keys))
+    def is_name(self, expression: Expression) -> bool:
+        """Return whether the pair may choose other hooks for the result, by its name, than for the operand."""
+        return self.is_selective and expression.function.primitive.name == "name"
+
+    def note(self, origin: Origin, is_kept: bool) -> None:
+        """Record the names of a tensor, for a warning about keys of `by_name` that match no kept one."""
+        for key in {key for o in (origin, *origin.others) for key in o.keys}:
+            self.seen[key] = self.seen.get(key, False) or is_kept
+            if is_kept or not (self.by_name or {}).get(key):  # a key for None packs nothing in either case
+                self.unmatched.discard(key)
 
 
 _numbers = WeakTable()  # object -> its number
@@ -196,20 +200,6 @@ def key_of(value: Any) -> Any:
 
 
 PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
-
-
-class Residual:
-    """An expression `function(*inputs)` that computes one tensor in the backward pass.
-
-    An input is an array that JAX keeps, or another `Residual`. The function is a `PackedTensor`, a `Recomputed` or
-    `with_tangent`, and holds no JAX array except constant scalars. For a tensor that is kept as it is, its array takes
-    the place of a `Residual`.
-    """
-
-    __slots__ = ("function", "inputs")
-
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
-        self.function, self.inputs = function, inputs
 
 
 class PackedTensor:
@@ -262,7 +252,7 @@ def roundings_of(steps: Sequence[Step], tensor: Any) -> frozenset[Rounding]:
 
 
 def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, origin: Origin) -> Any:
-    """Return the `Residual` of a packed tensor, or the tensor itself if there are no steps."""
+    """Return the `Expression` of a packed tensor, or the tensor itself if there are no steps."""
     if not steps:
         return tensor
     pair.n_packed[is_staged(tensor)] += 1
@@ -275,7 +265,7 @@ def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, orig
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
         residual = _pack(pair.store, steps, as_array(value, typeof(tensor)), where, origin)
-    return Residual(with_tangent, [tensor, residual]) if keeps_original else residual
+    return Expression(with_tangent, [tensor, residual]) if keeps_original else residual
 
 
 def _second_derivative_error(where: str) -> TypeError:
@@ -319,7 +309,7 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 
 def _pack(
     store: HostStore, steps: Sequence[Step], array: Any, where: str, origin: Origin, is_part: bool = False
-) -> Residual:
+) -> Expression:
     """Pack an array with a chain of steps. `is_part`: an earlier step made `array`."""
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
@@ -340,7 +330,7 @@ def _pack(
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     function = PackedTensor(array, unpack, skeleton, here, roundings_of(steps, array))
-    return Residual(function, list(map(packed_again, leaves)))
+    return Expression(function, list(map(packed_again, leaves)))
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:

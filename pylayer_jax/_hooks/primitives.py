@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.traces import is_tracer
+from pylayer_jax._jax.types import typeof, unchecked, varying_over
 
 JITTED: Final = ("jit", "pjit")
 MOST_EQUATIONS: Final = 32  # of an expression, and of a jitted function that is looked into
@@ -47,28 +48,70 @@ EXACT: Final = Rounding(Error.EXACT)
 UNKNOWN: Final = Rounding(Error.UNKNOWN)
 
 
-class Equation:
-    """An operation with one result. An input is a value, or another `Equation`, whose result has no value yet."""
+class Expression:
+    """A value that backward computes, `function(*inputs)`. An input is another expression, or a leaf.
 
-    __slots__ = ("aval", "depth", "inputs", "params", "primitive")
+    A leaf is an array or number of the forward pass, a weak reference to it, or its position. The function is a
+    `PrimitiveFunction`, a `PackedTensor`, `with_tangent` or a constant, and holds no array but a number.
+    """
 
-    def __init__(self, primitive: Any, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> None:
-        self.primitive, self.params, self.inputs, self.aval = primitive, params, inputs, aval
-        self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Equation)], default=0)
+    __slots__ = ("depth", "function", "inputs")
 
-    def with_leaves(self, of_leaf: Callable[[Any], Any], done: dict[int, Equation]) -> Equation:
-        """Return a copy of this expression with `of_leaf(x)` in place of each value or number x."""
-        if id(self) not in done:
-            inputs = [x.with_leaves(of_leaf, done) if isinstance(x, Equation) else of_leaf(x) for x in self.inputs]
-            done[id(self)] = Equation(self.primitive, self.params, inputs, self.aval)
-        return done[id(self)]
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        self.function: Any = function
+        self.inputs = inputs
+        self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Expression)], default=0)
+
+
+# At module level, since a nested function that calls itself is a reference cycle, which would keep arrays alive.
+def fold(
+    x: Any,
+    of_leaf: Callable[[Any], Any],
+    of_function: Callable[[Any, list[Any]], Any] = Expression,
+    done: dict[int, Any] | None = None,
+) -> Any:
+    """Evaluate an expression or a leaf. `done` has the results for expressions, by id: each is evaluated once."""
+    done = {} if done is None else done
+    if not isinstance(x, Expression):
+        return of_leaf(x)
+    if id(x) not in done:
+        done[id(x)] = of_function(x.function, [fold(each, of_leaf, of_function, done) for each in x.inputs])
+    return done[id(x)]
+
+
+def leaves_of(x: Any) -> list[Any]:
+    """Return the distinct leaves of an expression, or of a leaf."""
+    visited: dict[int, Any] = {}
+    to_visit = [x]
+    while to_visit:
+        x = to_visit.pop()
+        if id(x) not in visited:
+            visited[id(x)] = x
+            to_visit += reversed(x.inputs) if isinstance(x, Expression) else ()
+    return [x for x in visited.values() if not isinstance(x, Expression)]
+
+
+class PrimitiveFunction(NamedTuple):
+    """The function of an `Expression` that repeats one operation of the forward pass."""
+
+    primitive: Any
+    params: dict[str, Any]
+    aval: Any  # of the result
+
+    @unchecked
+    def __call__(self, *operands: Any) -> Any:
+        if self.primitive.name == "pvary":  # in jax 0.10, what a shard_map keeps varies already
+            return varying_over(frozenset(self.params["axes"]), operands[0])
+        result = self.primitive.bind(*operands, **self.params)
+        # A jitted function that computes a view of a value from outside the block returns a list.
+        return result[0] if self.primitive.multiple_results else result
 
     @property
     def row(self) -> Row:
         return ROWS.get(self.primitive.name, KEPT)
 
     def is_steep(self, operands: Sequence[Operand]) -> bool:
-        """Return whether the equation multiplies or divides by an exact array, or enlarges by a number more than 2."""
+        """Return whether it multiplies or divides by an exact array, or enlarges by a number more than 2."""
         name = self.primitive.name
         factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact]
         if name not in ("mul", "div") or not factors:
@@ -86,13 +129,16 @@ STEEP: Final = 2  # an error may be enlarged, or nothing is known yet
 
 
 class Operand(NamedTuple):
-    """What is known about an input of an equation that backward may evaluate again."""
+    """What is known about an operand of a `PrimitiveFunction` that backward may call."""
 
-    value: Any
-    aval: Any
+    value: Any  # a value, or an expression
     rounded: frozenset[int]  # the kept tensors with an error from which it is computed
     distance: int  # from the kept tensors that it is computed from
     by: str  # the primitive that computes it again; "" for a kept tensor
+
+    @property
+    def aval(self) -> Any:
+        return self.value.function.aval if isinstance(self.value, Expression) else typeof(self.value)
 
     @property
     def is_exact(self) -> bool:
@@ -104,78 +150,78 @@ class Operand(NamedTuple):
         return not self.is_exact and self.aval.shape[-1:] not in ((), (1,))
 
 
-Condition = Callable[[Equation, Sequence[Operand]], bool]
+Condition = Callable[[PrimitiveFunction, Sequence[Operand]], bool]
 
 
-def _always(_: Equation, __: Sequence[Operand]) -> bool:
+def _always(_: PrimitiveFunction, __: Sequence[Operand]) -> bool:
     return True
 
 
-def _of_integers(equation: Equation, operands: Sequence[Operand]) -> bool:
-    return _is_integer(equation.aval) and all(_is_integer(x.aval) for x in operands)
+def _of_integers(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+    return _is_integer(function.aval) and all(_is_integer(x.aval) for x in operands)
 
 
 def _is_integer(aval: Any) -> bool:
     return aval.dtype == np.bool_ or jnp.issubdtype(aval.dtype, jnp.integer)
 
 
-def _widens(equation: Equation, operands: Sequence[Operand]) -> bool:
+def _widens(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     (x,) = operands
-    return _is_integer(x.aval) or np.can_cast(x.aval.dtype, equation.params["new_dtype"])
+    return _is_integer(x.aval) or np.can_cast(x.aval.dtype, function.params["new_dtype"])
 
 
-def _to_float(equation: Equation, operands: Sequence[Operand]) -> bool:
-    return jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) or _of_integers(equation, operands)
+def _to_float(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+    return jnp.issubdtype(function.params["new_dtype"], jnp.inexact) or _of_integers(function, operands)
 
 
-def _keeps_rows(equation: Equation, operands: Sequence[Operand]) -> bool:
+def _keeps_rows(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     # From [8] to [8, 1], one row, whose error depends on all values, becomes eight rows of one value.
     ends = [x.aval.shape[-1:] for x in operands]
-    return equation.aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
+    return function.aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
-def _moves_range_once(_: Equation, operands: Sequence[Operand]) -> bool:
+def _moves_range_once(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     return sum([x.moves_range for x in operands]) <= 1
 
 
-def _by_exact(_: Equation, operands: Sequence[Operand]) -> bool:
+def _by_exact(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     return not operands[1].moves_range
 
 
-def _within(_: Equation, operands: Sequence[Operand]) -> bool:
+def _within(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     return all(x.is_exact or x.distance == SAME for x in operands)
 
 
-def _near(_: Equation, operands: Sequence[Operand]) -> bool:
+def _near(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     return all(x.is_exact or x.distance < STEEP for x in operands)
 
 
-def _of_formula(equation: Equation, operands: Sequence[Operand]) -> bool:
+def _of_formula(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     # A formula of kept tensors, as in a gelu, but not such a tensor itself.
-    return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
+    return _within(function, operands) or (_near(function, operands) and operands[0].by in ("add", "mul", "sub"))
 
 
-def _of_tanh(_: Equation, operands: Sequence[Operand]) -> bool:
+def _of_tanh(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     return operands[0].by == "tanh"
 
 
-def _of_one(_: Equation, operands: Sequence[Operand]) -> bool:
+def _of_one(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
     # All operands follow from the same tensors, or are numbers: x + x³ and 1 + x, but not x - mean.
     return len({x.rounded for x in operands if x.rounded}) == 1 and all(
         x.rounded or is_number(x.value) for x in operands
     )
 
 
-def _near_one(equation: Equation, operands: Sequence[Operand]) -> bool:
-    return _near(equation, operands) and _of_one(equation, operands)
+def _near_one(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+    return _near(function, operands) and _of_one(function, operands)
 
 
 def _either(*conditions: Condition) -> Condition:
-    return lambda equation, operands: any(condition(equation, operands) for condition in conditions)
+    return lambda function, operands: any(condition(function, operands) for condition in conditions)
 
 
-def _square_or_within(equation: Equation, operands: Sequence[Operand]) -> bool:
-    return equation.params["y"] == 2 or (equation.params["y"] > 0 and _within(equation, operands))
+def _square_or_within(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+    return function.params["y"] == 2 or (function.params["y"] > 0 and _within(function, operands))
 
 
 class Row(NamedTuple):
@@ -255,5 +301,5 @@ ROWS: Final = _rows()
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a concrete scalar, the same in all runs of a program."""
-    is_other = is_tracer(value) or type(value) in (Equation, weakref.ref)
+    is_other = is_tracer(value) or type(value) in (Expression, weakref.ref)
     return not is_other and np.ndim(value) == 0

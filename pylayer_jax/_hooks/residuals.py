@@ -4,14 +4,15 @@ The vjp of y = gelu(x) keeps x, a derivative of x³, 1 - t² and 0.5 (1 + t), wh
 `quantize_saved(8)`, JAX keeps one array for them, the packed x:
 
     value            how backward gets it
-    x                Residual(PackedTensor, [8-bit values, lows, highs])
-    3 x²             Residual(Recomputed(mul), [Residual(Recomputed(integer_pow), [the residual of x])])
+    x                Expression(PackedTensor, [8-bit values, lows, highs])
+    3 x²             Expression(mul, [Expression(3), Expression(integer_pow, [the expression of x])])
     1 - t², ...      likewise
     y                likewise, if a later operation keeps it
 
-A `Recorder` records the equations of the forward pass. From each residual, `_Packer` follows them back to tensors that
-are kept anyway, or that are smaller, as far as the table in `primitives` allows for the errors of these tensors. It
-packs these, and stores in the pair how each tensor is kept, for later operations with the same tensor.
+A tensor that is kept as it is has its array in place of an expression. A `Recorder` records the expressions of the
+forward pass. From each residual, `_Packer` follows them back to tensors that are kept anyway, or that are smaller, as
+far as the table in `primitives` allows for the errors of these tensors. It packs these, and stores in the pair how each
+tensor is kept, for later operations with the same tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, with_users_line
-from pylayer_jax._jax.rule_function import apply, merge, select, with_tangent
+from pylayer_jax._jax.rule_function import apply, select, with_tangent
 from pylayer_jax._jax.traces import (
     PassThroughTrace,
     current_trace,
@@ -48,8 +49,6 @@ from pylayer_jax._jax.types import (
     is_nan_reported,
     is_ref,
     typeof,
-    unchecked,
-    varying_over,
 )
 
 from .active import SUSPENDED, active, hooks_suspended, is_reported, reads_origins
@@ -58,7 +57,6 @@ from .pack import (
     Origin,
     PackedTensor,
     Pair,
-    Residual,
     Step,
     is_selected,
     pack_tensor,
@@ -74,27 +72,30 @@ from .primitives import (
     ROWS,
     SAME,
     STEEP,
-    Equation,
     Error,
+    Expression,
     Operand,
+    PrimitiveFunction,
     Rounding,
+    fold,
     is_number,
+    leaves_of,
 )
 
-# -- the equations of the forward pass -----------------------------------------------------------------
+# -- the expressions of the forward pass ---------------------------------------------------------------
 
 
 class Recorder(PassThroughTrace):
-    """A trace that records an `Equation` for each operation in `ROWS` that backward may repeat.
+    """A trace that records an `Expression` for each operation in `ROWS` that backward may repeat.
 
     It goes into short jitted functions.
     """
 
-    __slots__ = ("amplified", "compared", "equations")
+    __slots__ = ("amplified", "compared", "expressions")
 
     def __init__(self, parent_trace: Any) -> None:
         super().__init__(parent_trace)
-        self.equations: dict[int, tuple[Any, Equation]] = {}  # id of a value -> the value, and its equation
+        self.expressions: dict[int, tuple[Any, Expression]] = {}  # id of a value -> the value, and what computes it
         self.amplified: dict[int, Any] = {}  # operands of operations that may make a small error large
         self.compared: dict[int, Any] = {}  # operands that a transpose compares
 
@@ -111,9 +112,12 @@ class Recorder(PassThroughTrace):
             self.amplified |= {id(x): x for x in tracers}
         if row and row.is_compared:
             self.compared |= {id(x): x for x in tracers}
-        # A primitive that returns its operand computes nothing.
-        if row and row.recomputed and id(result) not in map(id, tracers):
-            self.equations[id(result)] = result, Equation(primitive, params, tracers, typeof(result))
+        inputs = tracers
+        if id(result) in map(id, tracers):  # it computes nothing, but may name the result, as in eager mode
+            inputs = [self.expressions[id(result)][1]] if id(result) in self.expressions else ()
+        if row and row.recomputed and inputs:
+            function = PrimitiveFunction(primitive, params, typeof(result))
+            self.expressions[id(result)] = result, Expression(function, inputs)
         return result
 
 
@@ -138,55 +142,16 @@ def _count_of_equations(jaxpr: Any) -> float:
 # -- residuals as expressions ----------------------------------------------------------------------------
 
 
-class Recomputed(NamedTuple):
-    """The function of a `Residual` that repeats one operation of the forward pass in backward."""
+def recomputed(
+    expression: Expression, residual_of: Callable[[Any], Any], done: dict[int, Any] | None = None
+) -> Expression:
+    """Return an expression of `residual_of(x)`, or of a constant where that is None, for each value x."""
 
-    primitive: Any
-    params: dict[str, Any]
-    operands: Sequence[Any]  # the constant operands, and None for each input of the residual
-    is_input: Sequence[bool]
+    def of_leaf(x: Any) -> Any:
+        residual = residual_of(x)
+        return Expression(lambda: x, ()) if residual is None else residual
 
-    @unchecked
-    def __call__(self, *inputs: Any) -> Any:
-        operands = merge(self.is_input, inputs, self.operands)
-        if self.primitive.name == "pvary":  # in jax 0.10, what a shard_map keeps varies already
-            return varying_over(frozenset(self.params["axes"]), operands[0])
-        result = self.primitive.bind(*operands, **self.params)
-        # A jitted function that computes a view of a value from outside the block returns a list.
-        return result[0] if self.primitive.multiple_results else result
-
-
-def recomputed(equation: Equation, residual_of: Callable[[Any], Any]) -> Residual:
-    """Return the `Residual` of an equation. `residual_of` returns that of an input, or None for a constant."""
-    residuals = [residual_of(x) for x in equation.inputs]
-    is_input = [r is not None for r in residuals]
-    numbers = [None if is_one else x for x, is_one in zip(equation.inputs, is_input, strict=True)]
-    return Residual(Recomputed(equation.primitive, equation.params, numbers, is_input), select(residuals, is_input))
-
-
-# At module level, since a nested function that calls itself is a reference cycle, which would keep arrays alive.
-def fold(
-    residual: Any, of_array: Callable[[Any], Any], of_residual: Callable[[Any, list[Any]], Any], done: dict[int, Any]
-) -> Any:
-    """Evaluate an expression; `of_residual` gets evaluated inputs. `done`: id of a visited `Residual` -> its result."""
-    if not isinstance(residual, Residual):
-        return of_array(residual)
-    if id(residual) not in done:
-        inputs = [fold(x, of_array, of_residual, done) for x in residual.inputs]
-        done[id(residual)] = of_residual(residual.function, inputs)
-    return done[id(residual)]
-
-
-def leaves_of(residual: Any) -> list[Any]:
-    """Return the distinct leaves of an expression: arrays, or their positions."""
-    visited: dict[int, Any] = {}
-    to_visit = [residual]
-    while to_visit:
-        x = to_visit.pop()
-        if id(x) not in visited:
-            visited[id(x)] = x
-            to_visit += reversed(x.inputs) if isinstance(x, Residual) else ()
-    return [x for x in visited.values() if not isinstance(x, Residual)]
+    return fold(expression, of_leaf, done=done)
 
 
 class PackedResiduals:
@@ -200,15 +165,15 @@ class PackedResiduals:
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
         """Replace arrays by positions. Return also the arrays that JAX has to keep: each once, and then `marks`."""
         numbered: dict[int, tuple[int, Any]] = {}  # id of an array -> its position, and the array
-        distinct: dict[Any, Residual] = {}  # the residuals, each once, by their functions and inputs
+        distinct: dict[Any, Expression] = {}  # the residuals, each once, by their functions and inputs
         done: dict[int, Any] = {}
 
         def position(array: Any) -> int:
             return numbered.setdefault(id(array), (len(numbered), array))[0]
 
-        def shared(function: Any, inputs: list[Any]) -> Residual:
+        def shared(function: Any, inputs: list[Any]) -> Expression:
             key = id(function), *[x if isinstance(x, int) else id(x) for x in inputs]
-            return distinct.setdefault(key, Residual(function, inputs))
+            return distinct.setdefault(key, Expression(function, inputs))
 
         placed = [fold(residual, position, shared, done) for residual in residuals]
         arrays = [*[array for _, array in numbered.values()], *marks]
@@ -257,12 +222,12 @@ class UnpackedTensors(Sequence[Any]):
         return self._tensors(self._residuals)
 
     def _tensors(self, residuals: Sequence[Any]) -> list[Any]:
-        restored = [r for r in residuals if isinstance(r, Residual)]
+        restored = [r for r in residuals if isinstance(r, Expression)]
         self._wait([i for r in restored for i in leaves_of(r)])
         for residual in restored:
             fold(residual, self._waiting.__getitem__, _call, self._done)
         return [
-            self._done[id(r)] if isinstance(r, Residual) else self._waiting.get(r, self._arrays[r]) for r in residuals
+            self._done[id(r)] if isinstance(r, Expression) else self._waiting.get(r, self._arrays[r]) for r in residuals
         ]
 
     def _wait(self, positions: Collection[int]) -> None:
@@ -298,19 +263,19 @@ class _Remembered(NamedTuple):
     # the tensor again, and so asks `only` again. tests: hooks/test_only.py
     owner: Callable[[], Any]
     residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
-    name: str  # the name of the tensor
+    name: str  # the name of the tensor, if it was not packed
 
 
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual that the pair remembers for a tensor, or None.
 
-    In eager mode, `checkpoint_name` returns its argument itself: a tensor that was left unpacked may have got a name
-    since then, which `by_name` selects. A default name of a layer is none: the tensor is not the layer's.
+    In eager mode, `checkpoint_name` returns its argument itself: a tensor that was not packed may have got a name since
+    then, which the pair selects. A default name of a layer is none: the tensor is not the layer's.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
         return None
-    if not isinstance(found.residual, Residual):
+    if pair.is_selective and not _is_packed(found.residual):
         name = name_of()
         if name != found.name and name and not is_default(name):
             return None
@@ -320,11 +285,11 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
         strong.append(weak())
         return strong[-1]
 
-    def of_residual(function: Any, inputs: list[Any]) -> Residual:
+    def of_residual(function: Any, inputs: list[Any]) -> Expression:
         if isinstance(function, weakref.ref):
             strong.append(function())
-            return Residual(strong[-1], inputs)
-        return Residual(function, inputs)
+            return Expression(strong[-1], inputs)
+        return Expression(function, inputs)
 
     residual = fold(found.residual, of_array, of_residual, {})
     return None if [x for x in strong if x is None] else residual
@@ -346,7 +311,7 @@ class Packing(NamedTuple):
     operands: Sequence[Any]
     origin_of: Callable[[Any, int], Origin]  # a value, the index of the tensor that needs it -> the value's origin
     left_unpacked: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
-    equations: Mapping[int, tuple[Any, Equation]] = {}  # as in `Recorder`
+    expressions: Mapping[int, tuple[Any, Expression]] = {}  # as in `Recorder`
     amplified: Collection[int] = ()  # ids of operands that are packed, and not computed from rounded tensors
     exact: Collection[int] = ()  # ids of tensors that are neither rounded nor computed from rounded ones
     # Whether a rule of a user saved the tensors. It may compare two of them, and XLA rounds an expression differently
@@ -426,7 +391,10 @@ class _Packer:
     def _recalled(self, value: Any) -> Any:
         residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
         is_exact = id(value) in self.packing.exact
-        if residual is None or ((self.packing.is_users_rule or is_exact) and not _only_moves(residual)):
+        if residual is None:
+            return None
+        computed = [f for f in _functions_of(residual) if isinstance(f, PrimitiveFunction) and not f.row.is_move]
+        if computed and (self.packing.is_users_rule or is_exact):
             return None
         is_rounded = is_exact and any(roundings for _, roundings in _contents(residual)[0].values())
         return None if is_rounded else residual
@@ -434,8 +402,8 @@ class _Packer:
     def _origin_of(self, value: Any) -> Origin:
         return self.packing.origin_of(value, self._index_of(value))
 
-    def _equation_of(self, value: Any) -> Equation | None:
-        return value if isinstance(value, Equation) else self.packing.equations.get(id(value), (value, None))[1]
+    def _expression_of(self, value: Any) -> Expression | None:
+        return self.packing.expressions.get(id(value), (value, None))[1]
 
     def _index_of(self, value: Any) -> int:
         return self._tensors.get(id(value), (value, 0))[1]
@@ -460,12 +428,7 @@ class _Packer:
 
     def choose(self, outputs: Sequence[Any]) -> None:
         """Choose which tensors to keep, so that backward can compute the others from them."""
-        undecided: list[Any] = []
-        for x, i in self._tensors.values():
-            if self.pair.unmatched:
-                self.pair.note(self.packing.origin_of(x, i))
-            if self.get(x) is None:
-                undecided.append(x)
+        undecided = [x for x, _ in self._tensors.values() if self.get(x) is None]
         # First those that cannot be computed again, so that others can be computed from them.
         for x in [x for x in undecided if not self._may_derive(x)]:
             self._choose([x])
@@ -511,8 +474,8 @@ class _Packer:
         if id(value) in self.packing.exact:
             return False
         if self._is_constant(value):  # it may follow from other numbers
-            equation = self._equation_of(value)
-            from_numbers = None if equation is None else self._by_equation(equation)
+            expression = self._expression_of(value)
+            from_numbers = None if expression is None else self._by_expression(expression)
             return from_numbers is not None and not from_numbers.missing
         found = self._derivation(value)
         if id(value) in found.missing:
@@ -532,15 +495,15 @@ class _Packer:
         return found
 
     def _derive(self, value: Any) -> _Derivation | None:
-        """Return how backward could get a value. None for an `Equation` that it may not evaluate."""
+        """Return how backward could get a value. None for an `Expression` that it may not evaluate."""
         if id(value) not in self._derivations:
             self._derivations[id(value)] = None  # an operation may have returned its operand, which follows from itself
             self._derivations[id(value)] = self._found_derivation(value)
         return self._derivations[id(value)]
 
     def _found_derivation(self, value: Any) -> _Derivation | None:
-        if isinstance(value, Equation):
-            return self._by_equation(value)
+        if isinstance(value, Expression):
+            return self._by_expression(value)
         if self._is_constant(value):
             return _CONSTANT
         if id(value) in self._chosen:
@@ -549,42 +512,53 @@ class _Packer:
         if (residual := self.get(value)) is not None:
             leaves, n_equations = _contents(residual)
             return _Derivation({}, leaves, n_equations, distance)
-        equation = self._equation_of(value)
-        found = None if equation is None else self._by_equation(equation)
+        expression = self._expression_of(value)
+        found = None
+        if expression is not None and not self._changes_hooks(value, expression):
+            found = self._by_expression(expression)
         if found is None:
             return self._itself(value)
         return found._replace(distance=SAME) if distance == SAME else found
+
+    def _changes_hooks(self, value: Any, expression: Expression) -> bool:
+        """Return whether `checkpoint_name` gave the value a name by which the pair may keep it with other hooks."""
+        if not self.pair.is_name(expression):
+            return False
+        (unnamed,) = expression.inputs
+        if isinstance(unnamed, Expression):
+            return True
+        return self._origin_of(unnamed).name != self._origin_of(value).name and not _is_packed(self.get(unnamed))
 
     def _itself(self, value: Any) -> _Derivation:
         distance = SAME if id(value) in self._tensors or id(value) in self._chosen else STEEP
         return _Derivation({id(value): value}, {id(value): (_size(value), self._steps_for(value)[1])}, 0, distance)
 
-    def _by_equation(self, equation: Equation) -> _Derivation | None:
-        row = equation.row
+    def _by_expression(self, expression: Expression) -> _Derivation | None:
+        function = expression.function
+        row = function.row
         if not row.recomputed or (self.packing.is_users_rule and not row.is_move):
             return None
-        found = [self._derive(x) for x in equation.inputs]
+        found = [self._derive(x) for x in expression.inputs]
         parts = [part for part in found if part is not None]
         if len(parts) < len(found):
             return None
         operands = [
-            Operand(x, x.aval if isinstance(x, Equation) else typeof(x), part.rounded, part.distance, part.by)
-            for x, part in zip(equation.inputs, parts, strict=True)
+            Operand(x, part.rounded, part.distance, part.by) for x, part in zip(expression.inputs, parts, strict=True)
         ]
         leaves = {key: leaf for part in parts for key, leaf in part.leaves.items()}
         errors = {rounding.error for _, roundings in leaves.values() for rounding in roundings} or {Error.EXACT}
         for error in errors if self.pair.recomputes else {Error.UNKNOWN}:
             condition = row.recomputed.get(error)
-            if condition is None or not condition(equation, operands):
+            if condition is None or not condition(function, operands):
                 return None
         n_equations = 1 + sum([part.n_equations for part in parts])
-        large = _n_bytes(equation.aval) * _SMALL
+        large = _n_bytes(function.aval) * _SMALL
         n_large = sum([size > large for size, _ in leaves.values()])
         if n_equations > MOST_EQUATIONS or n_large > _MOST_LARGE_LEAVES:
             return None
         missing = {key: x for part in parts for key, x in part.missing.items()}
-        distance = STEEP if equation.is_steep(operands) else max([SAME, *[part.distance for part in parts]])
-        return _Derivation(missing, leaves, n_equations, distance, equation.primitive.name)
+        distance = STEEP if function.is_steep(operands) else max([SAME, *[part.distance for part in parts]])
+        return _Derivation(missing, leaves, n_equations, distance, function.primitive.name)
 
     def _is_constant(self, value: Any) -> bool:
         return is_number(value) and id(value) not in self._packable_operands
@@ -602,16 +576,20 @@ class _Packer:
         self._residuals |= zip(self._chosen, residuals, strict=True)
         if is_reported.value:
             for x, residual in zip(self._chosen.values(), residuals, strict=True):
-                kept = residual.function if isinstance(residual, Residual) else residual
+                kept = residual.function if isinstance(residual, Expression) else residual
                 self.pair.names.put(kept, next(iter(self._origin_of(x).keys), ""))
         self._put_derived(self._derived.values())
+        if self.pair.unmatched:
+            for x in (*[x for x, _ in self._tensors.values()], *self._chosen.values()):
+                residual = self.get(x)
+                self.pair.note(self._origin_of(x), not isinstance(residual, Expression) or _is_packed(residual))
         return outputs
 
     def derive_outputs(self, outputs: Sequence[Any], behind: Sequence[Any]) -> None:
         """Find the outputs that follow from the tensors that are kept. `behind`: the outputs behind a barrier."""
         self._derivations.clear()
         is_open = [
-            self._equation_of(x) is not None and not self._is_constant(x) and self.get(x) is None for x in outputs
+            self._expression_of(x) is not None and not self._is_constant(x) and self.get(x) is None for x in outputs
         ]
         derived = {id(x): x for x in select(outputs, is_open) if not self._derivation(x).missing}
         self._put_derived(derived.values())
@@ -621,25 +599,24 @@ class _Packer:
 
     def _put_derived(self, values: Iterable[Any]) -> None:
         done: dict[int, Any] = {}
-        self._residuals |= {id(x): self._residual_of(self._equation_of(x), done) for x in values}
+        self._residuals |= {id(x): self._recomputed(x, done) for x in values}
 
-    def _residual_of(self, value: Any, done: dict[int, Any]) -> Any:
-        if not isinstance(value, Equation):
-            if self._is_constant(value):
+    def _recomputed(self, value: Any, done: dict[int, Any]) -> Expression:
+        def residual_of(x: Any) -> Any:
+            if self._is_constant(x):
                 return None
-            if (residual := self.get(value)) is not None:
-                return residual
-        equation = self._equation_of(value)
-        assert equation is not None  # else `_derive` found that it has to be kept
-        if id(equation) not in done:
-            done[id(equation)] = recomputed(equation, lambda x: self._residual_of(x, done))
-        return done[id(equation)]
+            residual = self.get(x)
+            return self._recomputed(x, done) if residual is None else residual
+
+        expression = self._expression_of(value)
+        assert expression is not None  # else `_derive` found that the value has to be kept
+        return recomputed(expression, residual_of, done)
 
     def remember(self, behind: Sequence[Any], owner: PackedResiduals) -> None:
         """Store in the pair how each tensor and output is kept, for as long as `owner` exists."""
 
-        def weakly_held(function: Any, inputs: list[Any]) -> Residual:
-            return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
+        def weakly_held(function: Any, inputs: list[Any]) -> Expression:
+            return Expression(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
 
         trace, done = weakref.ref(current_trace()), dict[int, Any]()
         self.pair.n_recomputed[self._is_program] += len(self._derived.keys() & self._tensors.keys())
@@ -647,8 +624,7 @@ class _Packer:
             residual = self._residuals.get(id(x))
             if residual is None:
                 continue
-            is_unpacked = id(x) in self._chosen and not isinstance(residual, Residual)
-            name = self._origin_of(x).name if is_unpacked else ""  # `_recall` compares it
+            name = "" if _is_packed(residual) else self._origin_of(x).name  # `_recall` compares it
             weak = fold(residual, reference, weakly_held, done)
             self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
@@ -658,7 +634,7 @@ class _Packer:
             return []
         recomputed_ = {id(x): x for x, _ in self._tensors.values() if id(x) in self._derived and np.ndim(x)}
         shown = [*recomputed_.values(), *self._chosen.values()]
-        hidden = [x for x in shown if isinstance(self.get(x), Residual)]
+        hidden = [x for x in shown if isinstance(self.get(x), Expression)]
         sources: dict[int, str] = {}
         for key, residual in ((key, self.get(x)) for key, x in recomputed_.items()):
             names = [self.pair.names.get(x) for x in (*_functions_of(residual), *leaves_of(residual))]
@@ -676,27 +652,26 @@ def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]
         if id(x) in visited:
             continue
         visited[id(x)] = x
-        if not isinstance(x, Residual):
+        if not isinstance(x, Expression):
             leaves[id(x)] = _size(x), frozenset()
         elif isinstance(x.function, PackedTensor):
             leaves[id(x.function)] = _n_bytes(x.function.type), x.function.roundings
         elif x.function is with_tangent:
             to_visit.append(x.inputs[1])
         else:
-            n_equations += 1
+            n_equations += isinstance(x.function, PrimitiveFunction)  # or it is a constant
             to_visit += x.inputs
     return leaves, n_equations
+
+
+def _is_packed(residual: Any) -> bool:
+    return isinstance(residual, Expression) and not isinstance(residual.function, PrimitiveFunction)
 
 
 def _functions_of(residual: Any) -> list[Any]:
     functions: list[Any] = []
     fold(residual, lambda _: None, lambda function, _: functions.append(function), {})
     return functions
-
-
-def _only_moves(residual: Any) -> bool:
-    recomputed_ = [f for f in _functions_of(residual) if isinstance(f, Recomputed)]
-    return all((row := ROWS.get(f.primitive.name)) and row.is_move for f in recomputed_)
 
 
 def _own_rounding(value: Any) -> Rounding:
@@ -720,13 +695,13 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
 
     Without it, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
     """
-    packed = [residual for residual in residuals if isinstance(residual, Residual)]
+    packed = [residual for residual in residuals if isinstance(residual, Expression)]
     arrays = {id(x): x for residual in packed for x in leaves_of(residual)}
     if not any(map(is_staged, arrays.values())):
         return residuals, list(outputs)
     values = barrier([*outputs, *arrays.values()])
     bound = dict(zip(arrays, values[len(outputs) :], strict=True))
-    of_bound = [fold(r, lambda x: bound[id(x)], Residual, {}) if isinstance(r, Residual) else r for r in residuals]
+    of_bound = [fold(r, lambda x: bound[id(x)]) if isinstance(r, Expression) else r for r in residuals]
     return of_bound, values[: len(outputs)]
 
 
