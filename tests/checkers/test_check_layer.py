@@ -24,12 +24,10 @@ from tests.checkers.wrong_layers import (
     OnHost,
     Picks,
     RefusesABatchOfIndices,
-    RoundedAndClipped,
-    Saturated,
     Sine,
     SineBothWays,
     WrongSign,
-    rounded_and_clipped,
+    all_but,
     saved,
     saving,
     sine,
@@ -42,18 +40,13 @@ CASE = {case.name: case for case in CASES}
 CLIPPED = CASE["ClippedReversal"]
 
 
-def all_but(*names):
-    """Return the properties to skip if only these properties are to be checked."""
-    return [name for name in PROPERTIES if name not in names]
-
-
 def failed(subject, *args, rows, **options):
     """Return the names of the rows that fail, and the hints of the report."""
     report = check_layer(subject, *args, raises=False, skip=all_but(*rows), **options)
     return [row.name for row in report if not row.passed], "\n".join(report.hints())
 
 
-@pytest.mark.parametrize("name", ["FreshStatics", "NoneForMissing", "MixedOutputs", "AskedLinear"])
+@pytest.mark.parametrize("name", ["MixedOutputs", "AskedLinear"])
 def test_right_layers_have_every_property(name):
     report = check_layer(CASE[name].layer, *CASE[name].args)
     assert report.passed
@@ -63,7 +56,7 @@ def test_right_layers_have_every_property(name):
 BESIDE = ["jit", "vmap", "gradients", "second order", "forward over reverse", "cotangents", "linear"]
 
 
-@pytest.mark.parametrize("name", ["Trees", "OneTuple", "MarkedOutput", "Round", "InputReturned", "RouterLoss"])
+@pytest.mark.parametrize("name", ["Trees", "MarkedOutput", "RouterLoss"])
 def test_layers_are_right_beside_a_reference(name):
     case = CASE[name]
     report = check_layer(case.layer, *case.args, reference=case.reference, skip=all_but(*BESIDE))
@@ -114,8 +107,7 @@ def test_a_property_says_how_far_it_was_tested(name, subject, args, words):
 
 
 def doubled_three_times(x):
-    """Return 8 * x, and a stack of 2 * x, 4 * x and 8 * x."""
-    return jax.lax.scan(lambda carry, _: (2 * carry, 2 * carry), x, None, length=3)
+    return jax.lax.scan(lambda carry, _: (2 * carry, None), x, None, length=3)[0]
 
 
 def in_a_shard_map(x):
@@ -127,7 +119,6 @@ def in_a_shard_map(x):
 
 # A layer, its arguments, and whether the report names a branch that no value takes.
 BRANCHES = {
-    "both limits": (Clip, (X,), ""),
     "one limit": (lambda x: Clip.apply(jnp.abs(x)), (X,), "max at "),
     "where": (layer(lambda x: jnp.where(x > 1e9, 0, x), lambda x, dy: dy, plain=True), (X,), "select_n at test_check_"),
     "cond": (lambda x: jax.lax.cond(jnp.sum(x) > 1e9, jnp.sin, Tanh.apply, x), (X,), "cond at test_check_layer.py"),
@@ -136,8 +127,7 @@ BRANCHES = {
     "an index": (CASE["SquaredPositives"].layer, CASE["SquaredPositives"].args, ""),
     "concrete values": (OnHost, (X,), ""),
     # Only 8 times the largest value that the checks try is above 1000.
-    "a loop": (lambda x: jnp.where(doubled_three_times(x)[0] > 1e3, 0, Tanh.apply(x)), (X,), ""),
-    "a loop with a stack": (lambda x: jnp.where(doubled_three_times(x)[1][2] > 1e3, 0, Tanh.apply(x)), (X,), ""),
+    "a loop": (lambda x: jnp.where(doubled_three_times(x) > 1e3, 0, Tanh.apply(x)), (X,), ""),
     "a shard_map": (in_a_shard_map, (X,), "select_n at test_check_layer.py"),
 }
 
@@ -149,11 +139,6 @@ def test_a_branch_that_no_value_takes_is_named_with_its_line(name):
     message = check_layer(subject, *args, reference=reference, skip=all_but("gradients"))["gradients"].message
     assert words in message
     assert ("branches" in message) == bool(words)
-
-
-def test_a_rule_that_forgets_saturated_inputs_fails_beside_its_reference():
-    assert failed(RoundedAndClipped, X, reference=rounded_and_clipped, rows=["gradients"])[0] == []
-    assert failed(Saturated, X, reference=rounded_and_clipped, rows=["gradients"])[0] == ["gradients"]
 
 
 def test_an_object_on_a_context_is_no_leak():

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
-from pylayer_jax.testing._checkers import PROPERTIES
 from tests.checkers.wrong_layers import (
     COMPLEX,
     RIGHT,
@@ -19,6 +18,7 @@ from tests.checkers.wrong_layers import (
     Saturated,
     WrongAtOneIndex,
     WrongSign,
+    all_but,
     rounded_and_clipped,
     sharded,
     whole,
@@ -30,19 +30,15 @@ from tests.layers import CASES
 CASE = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("name", ["MixedOutputs", "NoneForMissing", "MarkedOutput", "VariableArguments", "Trees"])
+@pytest.mark.parametrize("name", ["MixedOutputs", "NoneForMissing", "Trees"])
 def test_right_gradients_are_accepted(name):
     assert gradgradcheck(CASE[name].layer, CASE[name].args)
 
 
-@pytest.mark.parametrize("name", ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"])
-def test_a_gradient_that_is_meant_to_be_another_is_not_the_numerical_one(name):
+@pytest.mark.parametrize("name", ["Round", "DoubledTanh", "RouterLoss"])
+def test_a_gradient_that_is_meant_to_be_another_is_that_of_its_reference(name):
     with pytest.raises(AssertionError, match="numerically"):
         gradcheck(CASE[name].layer, CASE[name].args)
-
-
-@pytest.mark.parametrize("name", ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"])
-def test_a_gradient_that_is_meant_to_be_another_is_that_of_its_reference(name):
     assert gradcheck(CASE[name].layer, CASE[name].args, CASE[name].reference)
     if CASE[name].second_order:
         assert gradgradcheck(CASE[name].layer, CASE[name].args, reference=CASE[name].reference)
@@ -103,15 +99,13 @@ def test_a_layer_that_computes_in_bfloat16_is_not_that_of_a_reference_in_float32
 
 
 def test_a_cast_inside_is_named_in_the_row():
-    report = check_layer(*RIGHT["RMSNorm in float32"][:1], X, skip=[row for row in PROPERTIES if row != "gradients"])
-    assert "float32 inside" in report["gradients"].message
-    report = check_layer(Tanh, X, skip=[row for row in PROPERTIES if row != "gradients"])
-    assert "inside" not in report["gradients"].message
+    for made, is_cast in (RIGHT["RMSNorm in float32"][0], True), (Tanh, False):
+        report = check_layer(made, X, skip=all_but("gradients"))
+        assert ("float32 inside" in report["gradients"].message) == is_cast
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_narrow_dtypes(dtype):
-    x = jnp.asarray(X, dtype)
+def test_narrow_dtypes():
+    x = jnp.asarray(X, jnp.bfloat16)
     for float64 in (True, False):
         assert gradcheck(Tanh, (x,), float64=float64)
         with pytest.raises(AssertionError, match=r"args\[0\]"):
@@ -183,7 +177,7 @@ def test_errors_of_the_layer_are_the_users_own(error):
 # -- assert_equivalent -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Trees", "MarkedOutput", "AskedLinear", "Round", "InputReturned", "RouterLoss"])
+@pytest.mark.parametrize("name", ["Trees", "MarkedOutput", "RouterLoss"])
 def test_layers_are_equivalent_to_their_references(name):
     assert_equivalent(CASE[name].layer, CASE[name].reference, CASE[name].args)
 
@@ -240,12 +234,12 @@ def test_each_copy_that_devices_hold_is_compared():
 
 ROWS = jnp.linspace(0.2, 1.0, 8).reshape(4, 2)
 
-SKIPPED = [name for name in PROPERTIES if name not in ("jit", "vmap", "shard_map", "gradients", "linear")]
+CHECKED = "jit", "vmap", "shard_map", "gradients", "linear"
 CHECKERS = {
     "gradcheck": lambda f, x: gradcheck(f, (jnp.ones(()), {"w": [x]})),
     "gradgradcheck": lambda f, x: gradgradcheck(f, (jnp.ones(()), {"w": [x]})),
     "assert_equivalent": lambda f, x: assert_equivalent(f, f, (jnp.ones(()), {"w": [x]})),
-    "check_layer": lambda f, x: check_layer(f, jnp.ones(()), {"w": [x]}, skip=SKIPPED),
+    "check_layer": lambda f, x: check_layer(f, jnp.ones(()), {"w": [x]}, skip=all_but(*CHECKED)),
 }
 
 
@@ -271,8 +265,8 @@ def held_elsewhere(array, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CHECKERS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
-def test_what_other_processes_hold_cannot_be_checked(name, dtype, on_devices, monkeypatch):
+def test_what_other_processes_hold_cannot_be_checked(name, on_devices, monkeypatch):
+    dtype = jnp.int32 if name == "check_layer" else jnp.float32
     with pytest.raises(ValueError, match=f"^{name}: args") as caught:
         CHECKERS[name](model, held_elsewhere(on_devices.astype(dtype), monkeypatch))
     assert "args[1]['w'][0]" in str(caught.value)

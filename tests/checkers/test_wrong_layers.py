@@ -8,8 +8,7 @@ import jax
 import pytest
 
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
-from pylayer_jax.testing._checkers import PROPERTIES
-from tests.checkers.wrong_layers import RIGHT, WRONG
+from tests.checkers.wrong_layers import RIGHT, WRONG, all_but
 
 MEANT = [name for name, wrong in WRONG.items() if wrong.meant is not None]
 ROWS = [name for name, wrong in WRONG.items() if wrong.rows]
@@ -20,7 +19,7 @@ NUMERICAL = [name for name in MEANT if WRONG[name].rows and WRONG[name].order ==
 def test_check_layer_rejects(name):
     wrong = WRONG[name]
     tested = {"jit", "gradients", *wrong.rows}
-    report = check_layer(wrong.layer, *wrong.args, raises=False, skip=[row for row in PROPERTIES if row not in tested])
+    report = check_layer(wrong.layer, *wrong.args, raises=False, skip=all_but(*tested))
     assert {row.name for row in report if not row.passed} == set(wrong.rows)
 
 
@@ -66,6 +65,6 @@ def test_a_leak_that_jax_cannot_explain(name, monkeypatch):
 def test_right_layers_are_accepted(name):
     function, args = RIGHT[name]
     # These rows have a tolerance with a scale: against eager mode, other modes, and numbers.
-    skip = [row for row in PROPERTIES if row not in ("jit", "vmap", "linear", "forward mode", "forward over reverse")]
+    skip = all_but("jit", "vmap", "linear", "forward mode", "forward over reverse")
     assert check_layer(function, *args, skip=skip).passed
     assert gradgradcheck(jax.jit(getattr(function, "apply", function)), args)  # eagerly each operation is a program

@@ -67,25 +67,23 @@ class Model:
         return x * self.layers[0].w
 
 
-# Objects and functions that multiply by `w`, which they hold.
-HIDING = {"object": Model, "method": lambda w: Model(w).__call__, "closure": lambda w: lambda x: x * w}
+RULES = pytest.mark.parametrize(
+    ("mode", "forward_mode"), [("grad", False), ("jit-grad", True), ("scan", False), ("vmap", True)]
+)
 
 
-@modes
-@pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING)
+@RULES
+@pytest.mark.parametrize("hide", [Model, lambda w: Model(w).__call__], ids=["object", "method"])
 def test_a_differentiated_value_within_an_argument_that_is_no_pytree_is_named(hide, forward_mode, mode):
     made = layer(lambda x, held: held(x), lambda x, held, dy: held(dy), plain=True, forward_mode=forward_mode)
     assert_named(lambda: MODES[mode](lambda w: loss(made, hide(w))(X * 1))(X))
 
 
 class Scale:
-    """An object that multiplies by its attribute."""
-
     def __init__(self, scale):
         self.scale = scale
 
-    def __call__(self, x):
+    def method(self, x):
         return x * self.scale
 
 
@@ -93,30 +91,21 @@ def closure(scale):
     return lambda x: x * scale
 
 
-def keyword_only(w):
-    def multiply(x, *, scale=w):
-        return x * scale
-
-    return multiply
-
-
-# Functions and objects from which one look shows `scale`.
+# Functions from which one look shows `scale`.
 SHOWN = {
     "closure": closure,
     "dict in a closure": lambda w: (lambda scale: lambda x: x * scale["w"])({"w": w}),
     "default": lambda w: lambda x, scale=w: x * scale,
-    "keyword-only default": keyword_only,
+    "keyword-only default": lambda w: lambda x, *, scale=w: x * scale,
     "partial": lambda w: functools.partial(lambda scale, x: x * scale, w),
     "partial with a keyword": lambda w: functools.partial(lambda x, scale: x * scale, scale=w),
     "decorated": lambda w: functools.wraps(closure(w))(lambda x: closure(w)(x)),
     "jitted": lambda w: jax.jit(closure(w)),
-    "object": Scale,
-    "method": lambda w: Scale(w).__call__,
+    "method": lambda w: Scale(w).method,
 }
 
 
-@modes
-@pytest.mark.parametrize("forward_mode", [False, True])
+@RULES
 @pytest.mark.parametrize("hide", SHOWN.values(), ids=SHOWN)
 def test_the_error_says_which_variable_of_which_argument(hide, forward_mode, mode):
     made = layer(lambda ctx, x, f: f(x), lambda ctx, dy: dy, forward_mode=forward_mode)

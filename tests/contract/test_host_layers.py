@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import ctypes.util
 import gc
-import logging
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.integrate
-import scipy.interpolate
 import scipy.linalg
 import scipy.optimize
 import scipy.signal
@@ -24,9 +18,10 @@ import scipy.sparse.linalg
 from pylayer_jax import Function, PyLayer, _host_layer, once_differentiable, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from pylayer_jax.testing import check_layer, gradcheck
+from tests.checkers.wrong_layers import all_but
 from tests.hooks.spy import Held
-from tests.kit.case import R3, Case, W, X, grid, ruled
-from tests.kit.layers import layer
+from tests.kit.case import R3, Case, W, X, grid
+from tests.kit.layers import Tanh, layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT, MODES, modes
 from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, assert_same, expected, scalar
 
@@ -40,6 +35,19 @@ def case(reference, *args, call=None, **flags):
         return kind
 
     return enter
+
+
+def host_layer(forward, backward=lambda ctx, dy: dy, **members):
+    return layer(forward, backward, host=True, **members)
+
+
+def saving_output(function):
+    def forward(ctx, *args):
+        y = function(*args)
+        ctx.save_for_backward(y)
+        return y
+
+    return forward
 
 
 @case(lambda x, kernel: jax.scipy.signal.convolve2d(x, kernel, mode="valid"), IMAGE, grid(2, 3))
@@ -61,26 +69,6 @@ class Conv2d(Function):
         return scipy.signal.correlate2d(dy, kernel, mode="full"), dkernel
 
 
-@case(
-    ruled(lambda x: jnp.abs(jnp.fft.rfft2(x)), lambda args, dy: (jnp.fft.irfft2(dy, s=args[0].shape),)),
-    grid(4, 4),
-    linear_loss=True,
-)
-class BadFFT(Function):
-    """The first example of torch's tutorial, whose gradient is not meant to be right."""
-
-    host = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.shape = x.shape
-        return np.abs(np.fft.rfft2(x))
-
-    @staticmethod
-    def backward(ctx, dy):
-        return np.fft.irfft2(dy, s=ctx.shape)
-
-
 @case(jnp.linalg.solve, W + 3 * jnp.eye(3), R3)
 class Solve(PyLayer):
     host = True
@@ -100,75 +88,26 @@ class Solve(PyLayer):
 
 
 POISSON = scipy.sparse.diags([-1.0, 3.0, -1.0], [-1, 0, 1], shape=(3, 3), format="csr", dtype=np.float32)
-
-
-@case(
+ConjugateGradients = host_layer(
+    lambda ctx, b, matrix: setattr(ctx, "matrix", matrix) or scipy.sparse.linalg.cg(matrix, b, rtol=1e-7)[0],
+    lambda ctx, dx: scipy.sparse.linalg.cg(ctx.matrix.T, dx, rtol=1e-7)[0],
+    name="ConjugateGradients",
+)
+case(
     lambda b: jnp.linalg.solve(jnp.asarray(POISSON.toarray()), b),
     R3,
     call=lambda b: ConjugateGradients.apply(b, POISSON),
-)
-class ConjugateGradients(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, b, matrix):
-        ctx.matrix = matrix
-        return scipy.sparse.linalg.cg(matrix, b, rtol=1e-7)[0]
-
-    @staticmethod
-    def backward(ctx, dx):
-        return scipy.sparse.linalg.cg(ctx.matrix.T, dx, rtol=1e-7)[0]
+)(ConjugateGradients)
 
 
-@case(lambda table, index: {"rows": table[index], "count": 5}["rows"], grid(4, 3), np.array([2, 0, 2]))
-class Lookup(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, table, index):
-        ctx.index, ctx.shape = index, table.shape
-        return table[index]
-
-    @staticmethod
-    def backward(ctx, drows):
-        gradient = np.zeros(ctx.shape)
-        np.add.at(gradient, ctx.index, drows)
-        return gradient, None
+def scattered(table, index, drows):
+    gradient = np.zeros(table.shape)
+    np.add.at(gradient, index, drows)
+    return gradient, None
 
 
-@case(lambda x: jnp.linalg.eigh(x @ x.T)[0], W + jnp.diag(jnp.arange(3.0)), call=lambda x: Eigh.apply(x @ x.T))
-class Eigh(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, a):
-        values, ctx.vectors = np.linalg.eigh(a)
-        return values
-
-    @staticmethod
-    def backward(ctx, dvalues):
-        return (ctx.vectors * dvalues) @ ctx.vectors.T
-
-
-libm = ctypes.CDLL(ctypes.util.find_library("m"))
-libm.expm1.restype, libm.expm1.argtypes = ctypes.c_double, [ctypes.c_double]
-
-
-@case(jnp.expm1, X)
-class Expm1(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, x):
-        y = np.array([libm.expm1(value) for value in x.ravel()]).reshape(x.shape)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        dy *= y + 1  # its own array
-        return dy
+Lookup = host_layer(lambda table, index: table[index], scattered, name="Lookup", plain=True)
+case(lambda table, index: table[index], grid(4, 3), np.array([2, 0, 2]))(Lookup)
 
 
 @case(
@@ -219,85 +158,69 @@ class Split(Function):
         return dy * ctx.scale * np.cos(x), None
 
 
-@case(lambda x: jnp.cumsum(x, -1), X)
-class Broadcast(PyLayer):
-    host, host_vmap = True, "broadcast"
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.axis = -1
-        return np.cumsum(x, -1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return np.flip(np.cumsum(np.flip(dy, ctx.axis), ctx.axis), ctx.axis)
+Expm1 = case(jnp.expm1, X)(host_layer(np.expm1, lambda x, dy: dy * np.exp(x), name="Expm1", plain=True))
+case(lambda x: jnp.cumsum(x, -1), X)(
+    host_layer(
+        lambda ctx, x: np.cumsum(x, -1),
+        lambda ctx, dy: np.flip(np.cumsum(np.flip(dy, -1), -1), -1),
+        name="Broadcast",
+        host_vmap="broadcast",
+    )
+)
 
 
-@case(lambda x: jnp.tanh(x), X)
-class OwnVmap(PyLayer):
+def tanh_of_a_batch(info, in_dims, x):
+    assert type(x) is np.ndarray
+    assert x.shape[in_dims[0]] == info.batch_size
+    return np.tanh(x), in_dims[0]
+
+
+case(jnp.tanh, X)(layer(saving_output(np.tanh), base=Tanh, name="OwnVmap", host=True, vmap=tanh_of_a_batch))
+
+
+# -- objects on ctx -------------------------------------------------------------------------------
+
+
+def cubic_root(a):
+    z = jax.lax.stop_gradient(
+        jax.lax.fori_loop(0, 30, lambda _, z: z - (z + z**3 - a) / (1 + 3 * z**2), jnp.zeros_like(a))
+    )
+    return z - (z + z**3 - a) / (1 + 3 * z**2)
+
+
+@case(lambda x: jnp.where(x > 0.9, 0, jnp.sin(x)), R3)
+class MaskedInSomeRuns(PyLayer):
     host = True
 
     @staticmethod
     def forward(ctx, x):
-        y = np.tanh(x)
-        ctx.save_for_backward(y)
-        return y
+        ctx.x, ctx.mask = x, (x > 0.9) if np.any(x > 0.9) else None
+        return np.where(x > 0.9, 0, np.sin(x))
 
     @staticmethod
     def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        assert type(x) is np.ndarray
-        (dim,) = in_dims
-        assert x.shape[dim] == info.batch_size
-        return np.tanh(x), dim
+        return dy * np.cos(ctx.x) * (1 if ctx.mask is None else ~ctx.mask)
 
 
-@case(lambda a: jnp.linalg.cholesky(a), W @ W.T + jnp.eye(3), call=lambda a: Cholesky.apply(a, 1.0))
-class Cholesky(PyLayer):
+@case(cubic_root, jnp.array(0.7))
+class Root(PyLayer):
     host = True
 
     @staticmethod
-    def example(a, scale):
-        assert type(a) is np.ndarray
-        return np.eye(len(a))
+    def forward(ctx, a):
+        ctx.found = scipy.optimize.root_scalar(lambda z: z + z**3 - a, bracket=(-10, 10))
+        return ctx.found.root
 
     @staticmethod
-    def forward(ctx, a, scale):
-        factor = np.linalg.cholesky(a) * scale
-        ctx.inverse = np.linalg.inv(factor)
-        ctx.save_for_backward(factor)
-        return factor
-
-    @staticmethod
-    def backward(ctx, dfactor):
-        (factor,) = ctx.saved_tensor()
-        middle = np.tril(factor.T @ dfactor)
-        middle -= np.diag(np.diag(middle)) / 2
-        gradient = ctx.inverse.T @ middle @ ctx.inverse
-        return (gradient + gradient.T) / 2, None
+    def backward(ctx, dz):
+        return dz / (1 + 3 * ctx.found.root**2)
 
 
-# Layers whose backward is JAX code.
+# -- layers whose backward is JAX code ------------------------------------------------------------
 
 
-@case(jnp.tanh, X)
-class ForwardTanh(PyLayer):
-    host = "forward"
-
-    @staticmethod
-    def forward(ctx, x):
-        y = np.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
+ForwardTanh = layer(saving_output(np.tanh), base=Tanh, name="ForwardTanh", host="forward")
+case(jnp.tanh, X)(ForwardTanh)
 
 
 @case(jnp.linalg.solve, W + 3 * jnp.eye(3), R3, forward_over_reverse="ForwardSolve")
@@ -317,44 +240,8 @@ class ForwardSolve(PyLayer):
         return -jnp.outer(db, x), db
 
 
-@case(lambda x: jnp.cumsum(x, -1), X, forward_over_reverse="Running")
-class Running(PyLayer):
-    host = "forward"
-
-    @staticmethod
-    def forward(ctx, x):
-        return np.cumsum(x, -1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return RunningBack.apply(dy)
-
-
-@case(lambda x: jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1), X, forward_over_reverse="Running")
-class RunningBack(PyLayer):
-    host = "forward"
-
-    @staticmethod
-    def forward(ctx, x):
-        return np.flip(np.cumsum(np.flip(x, -1), -1), -1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return Running.apply(dy)
-
-
 FIRST = [name for name in FIRST_ORDER if name != "export_with_vjp"]
-SECOND = {name: found for name, found in CASES.items() if found.kind.host == "forward"}
-
-
-def first_in_the_core(names, count):
-    """Return the names, of which only the first `count` run in a bare `python -m pytest`."""
-    return [pytest.param(n, marks=() if i < count else pytest.mark.slow) for i, n in enumerate(names)]
-
-
-def matches(made, transform):
-    ours = FIRST_ORDER[transform](scalar(made.layer, made.linear_loss), made.args)
-    assert_same(ours, expected(made, FIRST_ORDER, transform))
+SECOND = [pytest.param(CASES["ForwardTanh"]), pytest.param(CASES["ForwardSolve"], marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("i", range(len(CASES)), ids=CASES)
@@ -362,228 +249,37 @@ def test_first_order(i):
     # All transforms together, and three for each class.
     made = list(CASES.values())[i]
     for transform in ("jit_of_grad", FIRST[2 * i % len(FIRST)], FIRST[(2 * i + 1) % len(FIRST)]):
-        matches(made, transform)
+        ours = FIRST_ORDER[transform](scalar(made.layer, made.linear_loss), made.args)
+        assert_same(ours, expected(made, FIRST_ORDER, transform))
 
 
-@pytest.mark.parametrize("name", first_in_the_core(SECOND, 1))
+@pytest.mark.parametrize("made", SECOND, ids=lambda made: made.name)
 @pytest.mark.parametrize("transform", SECOND_ORDER)
-def test_second_order(name, transform):
-    made = SECOND[name]
+def test_second_order(made, transform):
     ours = SECOND_ORDER[transform](scalar(made.layer, made.linear_loss), made.args)
     assert_same(ours, expected(made, SECOND_ORDER, transform))
 
 
-@pytest.mark.parametrize("name", first_in_the_core(SECOND, 1))
 @pytest.mark.parametrize("transform", FORWARD_OVER_REVERSE)
-def test_forward_over_reverse(name, transform):
-    made = SECOND[name]
-
-    def run():
-        return FORWARD_OVER_REVERSE[transform](scalar(made.layer, made.linear_loss), made.args)
-
-    if made.forward_over_reverse:
-        with pytest.raises(TypeError, match=made.forward_over_reverse):
-            run()
-    else:
-        assert_same(run(), expected(made, FORWARD_OVER_REVERSE, transform))
+def test_forward_over_reverse(transform):
+    made = CASES["ForwardTanh"]
+    ours = FORWARD_OVER_REVERSE[transform](scalar(made.layer, made.linear_loss), made.args)
+    assert_same(ours, expected(made, FORWARD_OVER_REVERSE, transform))
 
 
-# -- objects on ctx, and numbers among the outputs ------------------------------------------------
-
-OBJECTS: dict[str, Case] = {}
-NUMBERS: dict[str, Case] = {}
-
-
-def entered(table, reference, *args, call=None):
-    def enter(kind):
-        table[kind.__name__] = Case(kind.__name__, call or kind.apply, reference, args, kind=kind)
-        return kind
-
-    return enter
+def test_forward_over_reverse_of_a_layer_in_backward_is_refused():
+    f = scalar(ForwardSolve.apply, linear=False)
+    with pytest.raises(TypeError, match="ForwardSolve"):
+        FORWARD_OVER_REVERSE["jit_of_hessian"](f, CASES["ForwardSolve"].args)
 
 
-@entered(OBJECTS, lambda d, b: jnp.linalg.solve(jnp.diag(d) + jnp.eye(3, k=1), b), R3 + 1, R3)
-class SparseSolve(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, d, b):
-        ctx.factors = scipy.sparse.linalg.splu(scipy.sparse.diags([d, np.ones(2)], [0, 1], format="csc"))
-        ctx.x = ctx.factors.solve(b.astype(float))
-        return ctx.x
-
-    @staticmethod
-    def backward(ctx, dx):
-        db = ctx.factors.solve(dx.astype(float), trans="T")
-        return -db * ctx.x, db
-
-
-KNOTS = np.linspace(0, 1.2, 6)
-BASIS = scipy.interpolate.CubicSpline(KNOTS, np.eye(6)).c
-
-
-def spline(values, at):
-    i = jnp.clip(jnp.searchsorted(KNOTS.astype(np.float32), at, side="right") - 1, 0, 4)
-    offset = (at - jnp.float32(KNOTS)[i])[:, None]
-    return sum(jnp.float32(BASIS)[k, i] * offset ** (3 - k) for k in range(4)) @ values
-
-
-@entered(OBJECTS, spline, grid(6), R3)
-class Spline(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, values, at):
-        ctx.spline, ctx.at = scipy.interpolate.CubicSpline(KNOTS, values), at
-        return ctx.spline(at)
-
-    @staticmethod
-    def backward(ctx, dy):
-        weights = scipy.interpolate.CubicSpline(KNOTS, np.eye(6))(ctx.at)
-        return weights.T @ dy, dy * ctx.spline(ctx.at, 1)
-
-
-def cubic_root(a):
-    z = jax.lax.stop_gradient(
-        jax.lax.fori_loop(0, 30, lambda _, z: z - (z + z**3 - a) / (1 + 3 * z**2), jnp.zeros_like(a))
-    )
-    return z - (z + z**3 - a) / (1 + 3 * z**2)
-
-
-@entered(OBJECTS, cubic_root, R3)
-class Root(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.result = scipy.optimize.root(lambda z: z + z**3 - a, np.zeros(len(a)), tol=1e-10)
-        return ctx.result.x
-
-    @staticmethod
-    def backward(ctx, dz):
-        return dz / (1 + 3 * ctx.result.x**2)
-
-
-@entered(OBJECTS, lambda x: x * jnp.sum(x > 0).astype(jnp.float32), X)
-class TimesCount(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.count = int(np.sum(x > 0))
-        return x * ctx.count
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * ctx.count
-
-
-@entered(OBJECTS, lambda x: jnp.where(x > 0.9, 0, jnp.sin(x)), R3)
-class MaskedInSomeRuns(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x, ctx.mask = x, (x > 0.9) if np.any(x > 0.9) else None
-        return np.where(x > 0.9, 0, np.sin(x))
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * np.cos(ctx.x) * (1 if ctx.mask is None else ~ctx.mask)
-
-
-@entered(OBJECTS, lambda x: x * 3, X, call=lambda x: TimesInteger.apply(x, jnp.array(3)))
-class TimesInteger(PyLayer):
-    """`backward` returns no gradient for the zero that an example has in place of an integer."""
-
-    host = True
-
-    @staticmethod
-    def forward(ctx, x, n):
-        ctx.n = int(n)
-        return x * ctx.n
-
-    @staticmethod
-    def backward(ctx, dy):
-        return (None, None) if ctx.n == 0 else (dy * ctx.n, None)
-
-
-@pytest.mark.parametrize("transform", ["grad", "jit_of_grad", "vmap_of_grad", "scan", "cond", "remat", "shard_map"])
-@pytest.mark.parametrize("name", OBJECTS)
-def test_objects_on_ctx(name, transform):
-    matches(OBJECTS[name], transform)
-
-
-A_UB = np.array([[1.0, 2.0], [3.0, 1.0]])
-C, B = jnp.array([-2.5, -2.0]), jnp.array([1.2, 1.7])
-
-
-@entered(NUMBERS, lambda c, b: jnp.dot(c, jnp.linalg.solve(A_UB.astype(np.float32), b)), C, B,
-         call=lambda c, b: LinearProgram.apply(c, b)[0])  # fmt: skip
-class LinearProgram(PyLayer):
-    host = True
-
-    @staticmethod
-    def result_types(c, b):  # the example's program may be unbounded
-        return 0.0, c, b, "Optimiz"
-
-    @staticmethod
-    def forward(ctx, c, b):
-        ctx.found = scipy.optimize.linprog(c, A_UB, b, bounds=(None, None))
-        return ctx.found.fun, ctx.found.x, ctx.found.ineqlin.marginals, ctx.found.message[:7]
-
-    @staticmethod
-    def backward(ctx, dvalue, dx, _):
-        assert type(dvalue) is np.ndarray
-        return dvalue * ctx.found.x, dvalue * ctx.found.ineqlin.marginals + np.linalg.solve(A_UB.T, dx)
-
-
-NUMBERS["LinearProgram, the point"] = Case(
-    "point",
-    lambda c, b: LinearProgram.apply(c, b)[1],
-    lambda c, b: jnp.linalg.solve(A_UB.astype(np.float32), b),
-    (C, B),
-)
-NODES, WEIGHTS = (np.float32(x) for x in np.polynomial.legendre.leggauss(20))
-
-
-@entered(NUMBERS, lambda a: jnp.sum(WEIGHTS / 2 * jnp.exp(-a * ((NODES + 1) / 2) ** 2)), jnp.array(0.7))
-class Integral(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.a = float(a)
-        return scipy.integrate.quad(lambda t: np.exp(-ctx.a * t**2), 0, 1)[0]
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * scipy.integrate.quad(lambda t: -(t**2) * np.exp(-ctx.a * t**2), 0, 1)[0]
-
-
-@entered(NUMBERS, cubic_root, jnp.array(0.7))
-class ScalarRoot(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.z = scipy.optimize.brentq(lambda z: z + z**3 - a, -10, 10)
-        return ctx.z
-
-    @staticmethod
-    def backward(ctx, dz):
-        return dz / (1 + 3 * ctx.z**2)
-
-
-@pytest.mark.parametrize("transform", ["eager", "value_and_grad_of_each", "jit_of_grad", "vmap_of_grad"])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_among_the_outputs(name, transform):
-    matches(NUMBERS[name], transform)
+NUMBERS = 1.5, True, 2, 1j, np.float64(3), "text"
 
 
 @EAGER_AND_JIT
-def test_numbers_have_dtypes_of_jax_and_statics_stay(mode):
-    made = host_layer(lambda ctx, x: (1.5, True, 2, 1j, np.float64(3), "text", x), lambda ctx, *d: d[-1] * len(d))
+@pytest.mark.parametrize("declared", [{}, {"result_types": lambda x: (*NUMBERS, x)}], ids=["", "declared"])
+def test_numbers_have_dtypes_of_jax_and_statics_stay(declared, mode):
+    made = host_layer(lambda ctx, x: (*NUMBERS, x), lambda ctx, *d: d[-1] * len(d), **declared)
 
     def f(x):
         *numbers, text, y = made.apply(x)
@@ -598,22 +294,10 @@ def test_numbers_have_dtypes_of_jax_and_statics_stay(mode):
 # -- examples, statics, errors --------------------------------------------------------------------
 
 
-def host_layer(forward, backward=lambda ctx, dy: dy, **members):
-    return layer(forward, backward, host=True, **members)
-
-
-def text_of(error):
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
-
-
 def error_of(run, *args):
     with pytest.raises(Exception, match=r".") as caught:
         jax.block_until_ready(run(*args))
     return text_of(caught.value)
-
-
-def VMAP(f):
-    return jax.vmap(f)
 
 
 def counting(**members):
@@ -639,18 +323,13 @@ def test_forward_runs_once_on_examples_and_backward_never():
         jax.jit(jax.grad(lambda x, s=static: made.apply(x, s).sum()))(X).block_until_ready()
         assert sorted(runs) == ["backward", *["forward"] * calls]
     runs.clear()
-    jax.grad(lambda x: made.apply(x, 1).sum())(X)  # eager mode needs no example
+    jax.grad(loss(made, 1))(X)  # eager mode needs no example
     assert runs == ["forward", "backward"]
 
 
-def scanned(f, x):
-    return jax.lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0].sum()
-
-
 STEPS = {
-    "jit of grad": (lambda f: jax.grad(lambda x: f(x).sum()), 1),
     "jit of value_and_grad": (lambda f: jax.value_and_grad(lambda x: f(x).sum()), 1),
-    "scan": (lambda f: jax.grad(lambda x: scanned(f, x * 0.1)), 3),
+    "scan": (lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x * 0.1, length=3)[0].sum()), 3),
     "vmap": (lambda f: jax.vmap(jax.grad(lambda x: f(x).sum())), 2),
     "checkpoint": (lambda f: jax.value_and_grad(jax.checkpoint(lambda x: f(x).sum())), 2),
 }
@@ -695,21 +374,8 @@ def test_arrays_are_writable_and_own(mode):
         return dy
 
     made, x = host_layer(forward, backward), jnp.array([0.5, -1.0, 2.0])
-    np.testing.assert_allclose(MODES[mode](lambda x: made.apply(x).sum())(x), x + 1)
+    np.testing.assert_allclose(MODES[mode](loss(made))(x), x + 1)
     assert x.tolist() == [0.5, -1.0, 2.0]
-
-
-@EAGER_AND_JIT
-def test_an_array_that_is_changed_in_place_in_some_runs_only(mode):
-    def forward(ctx, x):
-        x[x > 100] = 100
-        ctx.save_for_backward(x)
-        return x * 2
-
-    made = host_layer(forward, lambda ctx, dy: dy * ctx.saved_tensor()[0])
-    grad = mode(jax.grad(lambda x: made.apply(x).sum()))
-    np.testing.assert_allclose(grad(X), X)
-    np.testing.assert_allclose(grad(X + 100), jnp.minimum(X + 100, 100))
 
 
 @EAGER_AND_JIT
@@ -720,7 +386,7 @@ def test_inputs_of_a_forward_whose_backward_is_jax_code_are_read_only(mode):
         lambda ctx, dy: dy * ctx.saved_tensor()[0],
         host="forward",
     )
-    assert "read-only" in error_of(mode(jax.grad(lambda x: made.apply(x).sum())), X)
+    assert "read-only" in error_of(mode(jax.grad(loss(made))), X)
 
 
 @EAGER_AND_JIT
@@ -761,7 +427,7 @@ KEPT = {  # what a layer whose backward is JAX code may not keep
 @pytest.mark.parametrize("name", KEPT)
 def test_a_backward_in_jax_gets_inputs_outputs_and_statics_only(name, mode):
     made = layer(lambda ctx, x: KEPT[name](ctx, x) or np.sin(x), lambda ctx, dy: dy, host="forward", name="Sine")
-    text = error_of(mode(jax.grad(lambda x: made.apply(x).sum())), X)
+    text = error_of(mode(jax.grad(loss(made))), X)
     assert f"Sine.forward, {name}" in text
     assert "another output" in text
 
@@ -797,7 +463,7 @@ DIFFERS = {  # on example arrays, x is small
 }
 
 
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.jit(jax.vmap(f)), lambda f: lambda x: jax.lax.map(f, x)])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.jit(jax.vmap(f))])
 @pytest.mark.parametrize("host", [True, "forward"])
 @pytest.mark.parametrize("name", DIFFERS)
 def test_outputs_that_differ_between_runs(name, host, transform):
@@ -925,7 +591,7 @@ def test_infinities_and_tiny_numbers_among_gradients(host, mode):
     np.testing.assert_array_equal(found, given)
 
 
-@pytest.mark.parametrize("mode", [lambda f: f, jax.jit, VMAP, lambda f: jax.jit(jax.grad(f))])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit, jax.vmap, lambda f: jax.jit(jax.grad(f))])
 def test_an_exception_keeps_its_text(mode):
     def forward(ctx, x):
         if np.any(np.abs(x) > 50):
@@ -933,21 +599,22 @@ def test_an_exception_keeps_its_text(mode):
         return np.sum(x)
 
     made = host_layer(forward, lambda ctx, dy: dy + np.zeros(2), name="Table")
-    text = error_of(mode(lambda x: made.apply(x) ** 2), jnp.full((2, 2)[: 1 + (mode is VMAP)], 99.0))
+    text = error_of(mode(lambda x: made.apply(x) ** 2), jnp.full((2, 2)[: 1 + (mode is jax.vmap)], 99.0))
     assert "too large for the table" in text
     assert "Table.forward" in text
 
 
 def test_an_example_that_raises_says_how_to_give_another():
-    made = host_layer(lambda ctx, a: np.linalg.cholesky(a), name="Factor")
+    made = host_layer(lambda ctx, a, scale: scale * np.linalg.cholesky(a), name="Factor")
     with pytest.raises(np.linalg.LinAlgError) as caught:
-        jax.jit(made.apply)(jnp.eye(3))
+        jax.jit(loss(made, 2))(jnp.eye(3))
     assert "Factor.forward" in text_of(caught.value)
     assert "def example" in text_of(caught.value)
-    made.example = staticmethod(lambda a: np.eye(len(a)))
-    np.testing.assert_allclose(jax.jit(made.apply)(4 * jnp.eye(3)), 2 * jnp.eye(3))
-    made.example = staticmethod(lambda a: np.eye(2))
-    assert "float32[4, 4]" in error_of(jax.jit(made.apply), jnp.eye(4))
+    factor = jax.jit(lambda a: made.apply(a, 2))
+    made.example = staticmethod(lambda a, scale: np.eye(len(a)) * (scale == 2))
+    np.testing.assert_allclose(factor(4 * jnp.eye(3)), 4 * jnp.eye(3))
+    made.example = staticmethod(lambda a, scale: np.eye(2))
+    assert "float32[4, 4]" in error_of(factor, jnp.eye(4))
 
 
 def test_a_result_of_another_shape_names_both():
@@ -1005,14 +672,6 @@ def test_closed_over_tracers_are_refused():
 # -- contexts on the host -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nothing_is_logged():
-    # pytest would keep the exceptions that JAX logs, and with them what they were raised for.
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 def held_by(objects):
     jax.effects_barrier()
     gc.collect()
@@ -1058,7 +717,7 @@ def test_held_contexts():
 
 def test_a_late_or_second_backward_runs_forward_again():
     made, runs = counting()
-    f = jax.jit(lambda x: made.apply(x, 1).sum())
+    f = jax.jit(loss(made, 1))
     waiting = [(x, jax.vjp(f, x)[1]) for x in (X, X + 1, X - 1)]
     runs.clear()
     for x, pullback in waiting * 2:
@@ -1073,40 +732,25 @@ def test_a_late_or_second_backward_runs_forward_again():
 def test_the_number_of_held_contexts_is_bounded(monkeypatch):
     monkeypatch.setattr(_host_layer, "MOST_HELD", 5)
     made, alive = keeping()
-    f = jax.jit(lambda x: made.apply(x).sum())
+    f = jax.jit(loss(made))
     waiting = [(x, jax.vjp(f, x)[1]) for x in jnp.arange(8.0)]
     assert held_by(alive) == 5
     for x, pullback in waiting:
         np.testing.assert_allclose(pullback(1.0)[0], jnp.exp(x), rtol=1e-6)
 
 
-def test_failing_steps_leave_no_contexts(nothing_is_logged):
-    made, alive = keeping()
-
-    def fail(ctx, x):
-        if x.max() > 50:
-            raise ValueError("too large")
-        return x
-
-    failing = host_layer(fail, lambda ctx, dy: dy)
-    step = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(failing.apply(made.apply(x))))))
-    for i in range(20):
-        with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
-            jax.block_until_ready(step(X + 10 * (i % 4 > 0)))
-        assert held_by(alive) <= 1
-
-
-IN_A_BLOCK = {"no block": lambda f: f, "8 bits": quantize_saved(8, block_size=2), "cast": cast_saved()}
+IN_A_BLOCK = {"no block": lambda f: f, "8 bits": quantize_saved(8, block_size=2)}
 
 
 @pytest.mark.parametrize("block", IN_A_BLOCK)
-@pytest.mark.parametrize("transform", ["grad", "jit_of_grad", "vmap_of_grad", "grad_of_vmap", "jit_of_scan",
-                                       "scan_of_remat", "jit_of_cond_and_remat", "jacrev", "shard_map"])  # fmt: skip
+@pytest.mark.parametrize(
+    "transform", ["grad", "grad_of_vmap", "scan_of_remat", "jit_of_cond_and_remat", "jacrev", "shard_map"]
+)
 def test_a_gradient_does_not_depend_on_what_is_held(transform, block, monkeypatch):
     def gradient():
-        made = layer(base=Spline)
-        f = IN_A_BLOCK[block](lambda values, at: made.apply(jnp.tanh(values) * 2, at * 0.9).sum())
-        return FIRST_ORDER[transform](f, (grid(6), R3))
+        made = layer(base=Solve)
+        f = IN_A_BLOCK[block](lambda a, b: made.apply(jnp.tanh(a) + 3 * jnp.eye(3), b * 0.9).sum())
+        return FIRST_ORDER[transform](f, (W, R3))
 
     held = gradient()
     monkeypatch.setattr(_host_layer, "MOST_HELD", 0)
@@ -1115,7 +759,7 @@ def test_a_gradient_does_not_depend_on_what_is_held(transform, block, monkeypatc
 
 
 @pytest.mark.parametrize("host_vmap", ["sequential", "broadcast"])
-@pytest.mark.parametrize("mode", [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f)), VMAP])
+@pytest.mark.parametrize("mode", [lambda f: f, lambda f: jax.jit(jax.vmap(f))])
 def test_broadcast_under_a_further_batch(mode, host_vmap):
     # All axes have the same size, so that NumPy would broadcast an array of another batch without an error.
     def forward(ctx, x):
@@ -1175,7 +819,7 @@ def test_dtypes_are_those_of_jax():
             np.testing.assert_allclose(gradient, 3 * x, rtol=1e-12 if x64 else 1e-6)
 
 
-@pytest.mark.parametrize("mode", [jax.jit, lambda f: f])
+@EAGER_AND_JIT
 def test_integers_of_some_runs_become_floats(mode):
     made = host_layer(lambda ctx, x: x if np.max(x) < 50 else np.arange(3))
     found = mode(jax.vmap(made.apply))(jnp.array([[0.0] * 3, [99.0] * 3]))
@@ -1183,8 +827,10 @@ def test_integers_of_some_runs_become_floats(mode):
     assert found.tolist() == [[0, 0, 0], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64"])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("bool", (2, 3)), ("int8", (0,)), ("uint32", ()), ("float16", (0,)), ("bfloat16", ()), ("complex64", (2, 3))],
+)
 def test_arguments_of_any_dtype(dtype, shape):
     made = host_layer(lambda ctx, x, y: (x, y * 2, np.array(x)), lambda ctx, *d: (None, 2 * d[1]))
     x, y = jnp.ones(shape, dtype), jnp.ones(3)
@@ -1195,7 +841,7 @@ def test_arguments_of_any_dtype(dtype, shape):
     assert jax.jit(jax.grad(lambda y: made.apply(x, y)[1].sum()))(y).tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("mode", [lambda f: f, jax.jit])
+@EAGER_AND_JIT
 def test_complex_gradients_follow_the_convention_of_the_class(mode):
     forward, backward = lambda ctx, z: setattr(ctx, "z", z) or z * z, lambda ctx, dz: 2 * ctx.z * dz
     made = host_layer(forward, backward)
@@ -1229,7 +875,7 @@ def test_broadcast_is_one_call_and_checks_shapes():
     assert "Total.forward" in error_of(jax.jit(jax.vmap(wrong.apply)), X)
 
 
-@pytest.mark.parametrize("hooks", [cast_saved(), quantize_saved(8), save_on_cpu()])
+@pytest.mark.parametrize("hooks", [cast_saved(), save_on_cpu()])
 def test_packers_pack_what_a_host_layer_keeps(hooks):
     ours = jax.jit(jax.grad(hooks(lambda x: jnp.sum(ForwardTanh.apply(Expm1.apply(x) * 0.1)))))(X)
     np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.expm1(x) * 0.1)))(X), rtol=0.05, atol=2e-3)
@@ -1238,9 +884,10 @@ def test_packers_pack_what_a_host_layer_keeps(hooks):
 
 
 def test_the_checkers_take_them():
-    report = check_layer(Conv2d, IMAGE, grid(2, 3))
+    skip = all_but("jit", "vmap", "gradients", "second order")
+    report = check_layer(Conv2d, IMAGE, grid(2, 3), skip=skip)
     assert "host" in report["second order"].message
-    assert check_layer(Running, X).passed
+    assert check_layer(ForwardTanh, X, skip=skip).passed
     gradcheck(Solve.apply, (W + 3 * jnp.eye(3), R3))
 
 
@@ -1259,10 +906,7 @@ def test_needs_input_grad_is_exact_in_backward():
 def test_nothing_outlives_the_class_and_its_programs():
     def run():
         made = type("Local", (Conv2d,), {})
-
-        def f(x):
-            return made.apply(x, W).sum()
-
+        f = loss(made, W)
         for transform in (jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f)), jax.checkpoint):
             jax.block_until_ready(transform(f)(IMAGE))
         jax.block_until_ready(jax.vmap(f)(IMAGE[None]))

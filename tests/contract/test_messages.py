@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
+from pylayer_jax._messages import _IN_JAX
 from tests.kit.layers import layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT, MODES, RUNS, X, gradients, runs
 from tests.kit.oracle import Mine, fail
@@ -25,43 +26,36 @@ Linear = layer(forward=lambda ctx, x, w=2.0: x * w, backward=lambda ctx, dy: dy 
 # -- methods that are missing or of another form --------------------------------------------------
 
 
+class Unbound(PyLayer):
+    def forward(self, ctx, x):
+        return x * 2
+
+
+Half = type("Half", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * 2)})
+OnlySetup = type("OnlySetup", (Function,), {"setup_context": staticmethod(fail)})
+# A layer, and the error of a gradient.
+INCOMPLETE = [
+    (type("Empty", (PyLayer,), {}), NotImplementedError, r"Empty\.forward"),
+    (Half, NotImplementedError, r"Half\.backward"),
+    (OnlySetup, NotImplementedError, r"OnlySetup\.forward"),
+    (layer(lambda x: x * 2), TypeError, r"Made\.apply.*ctx"),
+    (Unbound, TypeError, r"Unbound\.apply.*ctx"),
+]
+
+
 @runs
-def test_missing_forward(run):
-    with pytest.raises(NotImplementedError, match=r"Empty\.forward"):
-        run(loss(type("Empty", (PyLayer,), {})))(X)
-
-
-@gradients
-def test_missing_backward(run):
-    half = type("Half", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * 2)})
-    assert half.apply(X).tolist() == (2 * X).tolist()
-    with pytest.raises(NotImplementedError, match=r"Half\.backward"):
-        run(loss(half))(X)
-
-
-def test_forward_without_a_context():
-    class Unbound(PyLayer):
-        def forward(self, ctx, x):
-            return x * 2
-
-    for made in (layer(lambda x: x * 2), Unbound):
-        with pytest.raises(TypeError, match=rf"{made.__name__}\.apply.*ctx"):
-            made.apply(X)
+@pytest.mark.parametrize(("made", "error", "message"), INCOMPLETE, ids=[made.__name__ for made, *_ in INCOMPLETE])
+def test_a_layer_without_a_method_or_a_context(run, made, error, message):
+    if made is Half and run in (RUNS["eager"], RUNS["jit"]):
+        assert run(loss(made))(X) == 2 * X.sum()
+        return
+    with pytest.raises(error, match=message):
+        run(loss(made))(X)
 
 
 def test_both_styles_of_forward_at_once():
     with pytest.raises(TypeError, match=r"Mixed.*setup_context"):
         layer(base=Function, name="Mixed", setup_context=lambda ctx, inputs, output: None)
-
-
-@runs
-def test_setup_context_without_forward(run):
-    base = type("Base", (Function,), {"setup_context": staticmethod(fail)})
-    with pytest.raises(NotImplementedError, match=r"Base\.forward"):
-        run(loss(base))(X)
-    with pytest.raises(Mine) as caught:
-        run(loss(layer(lambda x: x, base=base)))(X)
-    assert "Made.forward" in text_of(caught.value)
 
 
 # -- calls and exceptions -------------------------------------------------------------------------
@@ -84,14 +78,13 @@ def test_calls_that_do_not_fit(run, message):
     assert "Linear.apply" in str(caught.value)
 
 
-FAILING = [("forward", run) for run in RUNS] + [("backward", "grad"), ("backward", "jit-grad")]
-
-
-@pytest.mark.parametrize(("method", "run"), FAILING)
-def test_exceptions_of_a_method_keep_their_type_and_gain_a_note(method, run):
+@gradients
+@pytest.mark.parametrize("method", ["forward", "backward", "setup_context"])
+def test_exceptions_of_a_method_keep_their_type_and_gain_a_note(run, method):
+    made = layer(lambda x: x, base=OnlySetup) if method == "setup_context" else layer(**{method: fail})
     with pytest.raises(Mine) as caught:
-        RUNS[run](loss(layer(**{method: fail})))(X)
-    assert any(f"Made.{method}" in note for note in caught.value.__notes__)
+        run(loss(made))(X)
+    assert any(f"Made.{method.replace('setup_context', 'forward')}" in note for note in caught.value.__notes__)
 
 
 # -- forward mode without a rule ------------------------------------------------------------------
@@ -99,7 +92,6 @@ def test_exceptions_of_a_method_keep_their_type_and_gain_a_note(method, run):
 
 PUSHED = {
     "jvp": lambda f: jax.jvp(f, (X,), (X,)),
-    "jit of jacfwd": lambda f: jax.jit(jax.jacfwd(f))(X),
     "jvp of vmap": lambda f: jax.jvp(jax.vmap(f), (X,), (X,)),
     "grad of jvp": lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1].sum())(X),
 }
@@ -111,10 +103,6 @@ def test_forward_mode_without_a_rule(run):
         run(Linear.apply)
 
 
-BASES = [PyLayer, Function]
-WRAPPED = pytest.mark.parametrize("wrap", [lambda f: f, once_differentiable], ids=["plain", "once differentiable"])
-
-
 # -- backward without return ----------------------------------------------------------------------
 
 
@@ -123,7 +111,7 @@ def forgetful(wrap=lambda f: f):
 
 
 @gradients
-@WRAPPED
+@pytest.mark.parametrize("wrap", [lambda f: f, once_differentiable], ids=["plain", "once differentiable"])
 def test_backward_without_return_warns_once(run, wrap):
     total = loss(forgetful(wrap))
     with pytest.warns(UserWarning, match=r"Made\.backward returned None") as caught:
@@ -176,9 +164,8 @@ def test_neither_the_warning_nor_what_forward_closes_over_keeps_a_class_alive(me
     assert [x() for x in found] == [None, None, None]
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_backward_without_return_where_two_gradients_are_needed(base):
-    made = layer(lambda ctx, x, w: x * w, lambda ctx, dy: None, base)
+def test_backward_without_return_where_two_gradients_are_needed():
+    made = layer(lambda ctx, x, w: x * w, lambda ctx, dy: None)
     with pytest.raises(ValueError, match=r"Made\.backward returned"):
         jax.grad(lambda w: made.apply(X, w).sum())(X)
 
@@ -203,14 +190,14 @@ INTEGERS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@gradients
 @pytest.mark.parametrize("make", INTEGERS.values(), ids=INTEGERS)
-def test_a_differentiated_layer_with_integer_outputs_only_warns_once(make, mode):
+def test_a_differentiated_layer_with_integer_outputs_only_warns_once(make, run):
     total = total_of(make())
     with pytest.warns(UserWarning, match=r"Rounds.*no gradient") as caught:
-        assert mode(total)(X).tolist() == [0, 0, 0]
+        assert run(total)(X).tolist() == [0, 0, 0]
     assert len(caught) == 1
-    mode(total)(X)
+    run(total)(X)
     jax.jit(jax.vmap(jax.grad(total)))(X[None])
 
 
@@ -220,27 +207,26 @@ def marked(ctx, x):
     return y
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_integer_outputs_are_silent_where_no_gradient_is_asked_for(mode):
+@gradients
+def test_integer_outputs_are_silent_where_no_gradient_is_asked_for(run):
     total = total_of(rounds())
     total(X)
     jax.jit(total)(X)
-    assert mode(lambda x: jnp.sum(x) * total(jax.lax.stop_gradient(x)))(X).shape == X.shape
-    assert mode(lambda x: jnp.sum(x) * total(jnp.ones(3)))(X).tolist() == [3, 3, 3]
+    assert run(lambda x: jnp.sum(x) * total(jax.lax.stop_gradient(x)))(X).shape == X.shape
+    assert run(lambda x: jnp.sum(x) * total(jnp.ones(3)))(X).tolist() == [3, 3, 3]
     bare = type("Bare", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x > 0)})
     for silent in (rounds(marked), bare):
-        assert mode(total_of(silent))(X).tolist() == [0, 0, 0]
+        assert run(total_of(silent))(X).tolist() == [0, 0, 0]
 
 
 # -- parameters too few or too many ---------------------------------------------------------------
 
 
 @gradients
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("base", "wrap"), [(PyLayer, lambda f: f), (Function, once_differentiable)])
 @pytest.mark.parametrize(
     "backward", [lambda ctx, dy: dy, lambda ctx, a, b, c, d: a, lambda: 1], ids=["one", "four", "none"]
 )
-@WRAPPED
 def test_backward_of_another_number_of_cotangents(run, base, backward, wrap):
     made = layer(lambda ctx, x: (x, 2 * x, "static"), wrap(backward), base)
     with pytest.raises(TypeError, match=rf"Made\.backward.*{2 if base is PyLayer else 3} cotangents"):
@@ -279,12 +265,11 @@ class Weights(NamedTuple):
 
 
 @gradients
-@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(
     ("kind", "shown"), [(Weights, r"\(Weights\(\.\.\.\),\)"), (lambda *xs: xs, r"\(\(\.\.\.\),\)")]
 )
-def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, base, kind, shown):
-    made = layer(lambda ctx, p: p[0] * p[1], lambda ctx, dy: kind(dy, 2 * dy), base)
+def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, kind, shown):
+    made = layer(lambda ctx, p: p[0] * p[1], lambda ctx, dy: kind(dy, 2 * dy))
     with pytest.raises(ValueError, match=r"Made\.backward") as caught:
         run(lambda x: made.apply(kind(x, x)).sum())(X)
     assert re.search(f"wrap it: return {shown}", text_of(caught.value))
@@ -322,37 +307,19 @@ def test_objects_of_a_class_with_its_own_construction_may_be_called():
 
 # -- code that uses an array as a tensor of torch or Paddle ----------------------------------------------
 
-# Code of torch or Paddle in a method, and the JAX code that the error names.
 HABITS = {
-    "numel": (lambda x: x.numel(), "x.size"),
     "size": (lambda x: x.size(0), "x.shape[0]"),
     "view": (lambda x: x.view(3, 2), "x.reshape("),
     "unsqueeze": (lambda x: x.unsqueeze(0), "jnp.expand_dims("),
-    "t": (lambda x: x.t(), "x.T"),
-    "to": (lambda x: x.to(jnp.float32), "x.astype("),
     "data": (lambda x: x.data, "jax.lax.stop_gradient("),
-    "numpy": (lambda x: x.numpy(), "np.asarray("),
     "exp": (lambda x: x.exp(), "jnp.exp"),
-    "matmul": (lambda x: x.matmul(x), "x @ w"),
-    "clamp": (lambda x: x.clamp(0, 1), "jnp.clip("),
-    "scatter_add": (lambda x: x.scatter_add(1, x, x), ", index].add("),
     "requires_grad": (lambda x: x.requires_grad, "ctx.needs_input_grad"),
-    "stop_gradient": (lambda x: x.stop_gradient, "ctx.needs_input_grad"),
     "add_": (lambda x: x.add_(1), "in place"),
     "x[0] = 1": (lambda x: operator.setitem(x, 0, 1.0), "x.at["),
     "sum(dim=1)": (lambda x: x.sum(dim=1), "axis"),
     "mean(keepdim=True)": (lambda x: x.mean(axis=1, keepdim=True), "keepdims"),
     "var(unbiased=False)": (lambda x: x.var(unbiased=False), "ddof"),
-    "type_as": (lambda x: x.type_as(x), "x.astype(y.dtype)"),
-    "new": (lambda x: x.new(3), "jnp.zeros("),
-    "new_tensor": (lambda x: x.new_tensor([1.0]), "jnp.asarray("),
-    "data_ptr": (lambda x: x.data_ptr(), "jax.ffi"),
 }
-# More names of which an error tells the JAX code; each has to be in JAX.
-NAMES = """abs addmm backward bool cast chunk contiguous cos cpu cuda data_ptr detach dim double erf expand float floor
-gather ger grad half index_select int is_contiguous is_cuda is_floating_point long log masked_fill mm mul mv neg new
-new_empty new_full new_ones new_tensor new_zeros norm outer permute pow relu rsqrt sigmoid softmax sub topk type type_as
-view_as"""
 HOST_CODE = {"asarray": np.asarray, "ufunc": np.sin, "float": lambda x: float(x.sum()), "tolist": lambda x: x.tolist()}
 OTHER_ERRORS = {
     "of a list": lambda x: [].detach(),
@@ -373,7 +340,7 @@ def said_of(run, use, method="forward"):
     return text_of(raised.value)
 
 
-@pytest.mark.parametrize("run", ["eager", "jit", "grad", "vmap"])
+@pytest.mark.parametrize("run", ["eager", "jit"])
 @pytest.mark.parametrize(("use", "advice"), HABITS.values(), ids=HABITS)
 def test_the_error_says_what_to_write(use, advice, run):
     text = said_of(run, use)
@@ -381,18 +348,14 @@ def test_the_error_says_what_to_write(use, advice, run):
     assert "Made.forward" in text
 
 
-@pytest.mark.parametrize("name", NAMES.split())
-def test_what_the_error_says_is_in_jax(name):
-    text = said_of("jit", operator.attrgetter(name))
-    assert "In JAX" in text
-    for module, names in re.findall(r"(?<![\w./])(jax|jnp)((?:\.\w+)+)", text):
+def test_what_the_errors_say_is_in_jax():
+    for module, names in re.findall(r"(?<![\w./])(jax|jnp)((?:\.\w+)+)", "\n".join(_IN_JAX.values())):
         functools.reduce(getattr, names[1:].split("."), {"jax": jax, "jnp": jnp}[module])
 
 
-@pytest.mark.parametrize("run", ["jit", "vmap"])
 @pytest.mark.parametrize("use", HOST_CODE.values(), ids=HOST_CODE)
-def test_host_code_in_traced_code_is_told_of_host_layers_and_pure_callback(use, run):
-    text = said_of(run, use)
+def test_host_code_in_traced_code_is_told_of_host_layers_and_pure_callback(use):
+    text = said_of("jit", use)
     assert "host = True" in text
     assert "jax.pure_callback" in text
 
@@ -443,9 +406,8 @@ def test_a_collective_in_backward_of_a_named_vmap_is_told_of_forward_mode(mode):
     assert np.allclose(got, jax.grad(lambda x: ((x - x.mean(0)) ** 3).sum())(x))
 
 
-@pytest.mark.parametrize("solver", [jax.scipy.sparse.linalg.gmres, jax.scipy.sparse.linalg.bicgstab])
-def test_a_solver_in_backward_has_second_derivatives_in_reverse_mode_and_its_error_says_so(solver):
-    matrix = 2 * jnp.eye(3) + 0.1
+def test_a_solver_in_backward_has_second_derivatives_in_reverse_mode_and_its_error_says_so():
+    matrix, solver = 2 * jnp.eye(3) + 0.1, jax.scipy.sparse.linalg.bicgstab
     solve = layer(lambda ctx, b: jnp.linalg.solve(matrix, b), lambda ctx, dy: solver(lambda v: matrix.T @ v, dy)[0])
     total = lambda b: (solve.apply(b) ** 2).sum()  # noqa: E731
     with pytest.raises(TypeError, match=r"Made\.backward.*jax\.jacrev\(jax\.grad\(f\)\)") as caught:

@@ -1,7 +1,9 @@
-"""Modules import each other in one direction. An import of the package changes and starts nothing of JAX."""
+"""Imports in the package, what an import of it changes, and what pyright says of right and wrong calls of users."""
 
 import ast
 import graphlib
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pylayer_jax
 
 PACKAGE = Path(pylayer_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+CALLS = Path(__file__).with_name("typed_calls.py")
 
 
 def imports_of(file: Path) -> set[str]:
@@ -40,3 +43,23 @@ def test_the_import_changes_nothing_of_jax_and_starts_no_backend(what):
     command = [sys.executable, "-W", "error", "-m", "tests.contract.alone", what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=PACKAGE.parent)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.pyright
+def test_pyright_refuses_the_wrong_calls_and_no_others(framework, tmp_path):
+    framework("pyright")
+    text = CALLS.read_text()
+    (tmp_path / CALLS.name).write_text(text)
+    # The settings of a user who has set none, not those of this package.
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(CALLS.parents[2])]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = json.loads(result.stdout)["generalDiagnostics"]
+    refused = {(x["range"]["start"]["line"] + 1, x.get("rule", x["message"])) for x in found}
+    expected = {
+        (number, match[1])
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (match := re.search(r"  # error: (\w+)$", line))
+    }
+    assert len(expected) > 20
+    assert refused == expected, found

@@ -1,4 +1,4 @@
-"""What a type checker accepts and what it refuses: `test_types.py` gives this file to pyright. Nothing imports it.
+"""What a type checker accepts and what it refuses: `test_package.py` gives this file to pyright. Nothing imports it.
 
 A comment `# error: RULE` stands on each line that pyright has to refuse, with the rule that it breaks. It has to accept
 all others.
@@ -117,24 +117,13 @@ class WithoutContext(Function):
         return dy, None
 
 
-class UntypedWithoutContext(Function):
-    @staticmethod
-    def forward(x, n=2):
-        return "text"
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.n = inputs[1]
-
-
 assert_type(WithContext.apply(x, n=3), jax.Array)
 assert_type(WithoutContext.apply(x, n=3), jax.Array)
-assert_type(UntypedWithoutContext.apply(x, 3), str)
 WithContext.apply(x, m=3)  # error: reportCallIssue
 WithContext.apply(x, "3")  # error: reportArgumentType
 WithoutContext.apply(x, m=3)  # error: reportCallIssue
 WithoutContext.apply(x, "3")  # error: reportArgumentType
-UntypedWithoutContext.apply(x, 3, 4)  # error: reportCallIssue
+WithoutContext.apply(x, 3, 4)  # error: reportCallIssue
 
 
 # -- functions that are decorated with hooks ------------------------------------------------------

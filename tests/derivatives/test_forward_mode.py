@@ -62,9 +62,8 @@ def test_a_backward_that_applies_its_own_layer(around):
         return lambda x: jnp.sum(jnp.sin(around(lambda x: flipped(product(x, jnp.cos(x))))(x)) * jnp.array([1, 2.0]))
 
     ours, plain = total(Flip.apply, Product.apply), total(lambda x: jnp.flip(x) * 3, jnp.multiply)
-    twice = [jax.hessian, lambda f: jax.jacfwd(jax.jacfwd(f)), lambda f: jax.jacrev(jax.jacfwd(f))]
     third = lambda f: jax.jit(jax.jacfwd(jax.grad(jax.jacfwd(lambda t: f(t * X)))))  # noqa: E731
-    for derivative in (jax.jacfwd, jax.grad, *twice):
+    for derivative in (jax.jacfwd, jax.hessian, lambda f: jax.jacfwd(jax.jacfwd(f))):
         np.testing.assert_allclose(derivative(ours)(X), jax.jit(derivative(plain))(X), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(third(ours)(0.5), third(plain)(0.5), rtol=1e-4)
 
@@ -258,14 +257,11 @@ TRANSPOSED = {
     "jit of": lambda f: jax.jit(lambda c: jax.linear_transpose(f, X)(c)[0])((X, X[0])),
     "vmap of": lambda f: jax.vmap(lambda c: jax.linear_transpose(f, X)(c)[0])((X[None], X[:1])),
     "of vmap": lambda f: jax.linear_transpose(jax.vmap(f), X[None])((X[None], X[:1]))[0],
-    "of jit": lambda f: jax.linear_transpose(jax.jit(f), X)((X, X[0]))[0],
 }
 
 
-@pytest.mark.parametrize(
-    ("made", "way"),
-    [(made, way) for made in (Sums, ForwardSums) for way in TRANSPOSED if (made, way) != (Sums, "of jit")],
-)
+@pytest.mark.parametrize("made", [Sums, ForwardSums])
+@pytest.mark.parametrize("way", TRANSPOSED)
 def test_linear_transpose_is_that_of_forward(made, way):
     found, expected = (TRANSPOSED[way](f) for f in (made.apply, lambda x: (jnp.cumsum(x) * 3, x.sum())))
     np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -73,7 +73,6 @@ def test_vjp_functions_of_one_jitted_function():
 
 
 def evaluated(f):
-    """Stage `f` once, and return a function that evaluates its jaxpr."""
     jaxpr = jax.make_jaxpr(f)(2.0, 3.0)
     return lambda a, b: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, a, b)[0]
 
@@ -84,7 +83,6 @@ STAGED = {
     "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, _: (c + f(a, b), None), 0.0, None, length=1)[0],
     "cond": lambda f: lambda a, b: jax.lax.cond(a > -9, f, lambda a, b: a, a, b),
     "checkpoint": jax.checkpoint,
-    "fori_loop": lambda f: lambda a, b: jax.lax.fori_loop(0, 1, lambda _, c: c + f(a, b), 0.0),
     "jit of vmap": lambda f: jax.jit(lambda a, b: jax.vmap(f, (0, None))(a[None], b)[0]),
 }
 DERIVATIVES = {
@@ -102,8 +100,14 @@ DERIVATIVES = {
 
 
 @pytest.mark.parametrize("staged", STAGED)
-@pytest.mark.parametrize("made", [GivesWhatIsNeeded, layer(base=GivesWhatIsNeeded, forward_mode=True)])
-@pytest.mark.parametrize("names", [list(DERIVATIVES), list(reversed(DERIVATIVES))])  # so that each follows each
+@pytest.mark.parametrize(  # each derivative follows each
+    ("made", "names"),
+    [
+        (GivesWhatIsNeeded, [*DERIVATIVES]),
+        (GivesWhatIsNeeded, [*reversed(DERIVATIVES)]),
+        (layer(base=GivesWhatIsNeeded, forward_mode=True), [*reversed(DERIVATIVES)]),
+    ],
+)
 def test_no_derivative_disturbs_the_next(staged, made, names):
     f = STAGED[staged](lambda a, b: made.apply(a, b))  # of its own, which nothing has staged
     a, b = jnp.asarray(2.0), jnp.asarray(3.0)

@@ -146,12 +146,10 @@ def shard(f, check_vma):
 
 
 def stacked(layer, check_vma):
-    """Return a function of the stacked arrays of all ranks that runs the layer on each rank."""
     return shard(lambda *xs: layer(*(x[0] for x in xs))[None], check_vma)
 
 
 def weights(y):
-    """Return weights of a loss, so that cotangents differ from entry to entry."""
     return 1 + 0.5 * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
 
 
@@ -186,7 +184,6 @@ def test_jit(name, check_vma):
 @EVERY
 @VMA
 def test_differentiated_on_each_rank(name, check_vma):
-    """Compute a loss on each rank, which communicates in its backward, as in Paddle and torch."""
     outputs, slopes, second, _ = expected(name)
 
     def of_rank(x, weight, along):
@@ -200,7 +197,6 @@ def test_differentiated_on_each_rank(name, check_vma):
 
 
 def repeated(functions):
-    """Apply layers one after the other, in a checkpoint within a scan."""
     step = jax.checkpoint(lambda x: functools.reduce(lambda x, f: f(jnp.sin(x)), functions, x))
     return lambda x: jax.lax.scan(lambda carry, _: (step(carry), None), x, None, length=2)[0]
 

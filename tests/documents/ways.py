@@ -190,65 +190,39 @@ def _custom_vjp_logs(x: Any) -> Any:
 def custom_jvp() -> Way:
     """Return `jax.custom_jvp`, which gives the tangent; JAX transposes it for reverse mode."""
 
-    @jax.custom_jvp
-    def steep_tanh(x):
-        return jnp.tanh(x)
+    def made(function, rule):
+        """Return a function with a rule from its argument, its value and a tangent to the tangent of its value."""
+        wrapped = jax.custom_jvp(function)
 
-    @steep_tanh.defjvp
-    def _(primals, tangents):
-        y = steep_tanh(*primals)
-        return y, 2 * tangents[0] * (1 - y**2)
+        @wrapped.defjvp
+        def _(primals, tangents):
+            y = wrapped(*primals)
+            return y, rule(*primals, y, *tangents)
 
-    @jax.custom_jvp
-    def straight_through(x):
-        return jnp.round(x)
-
-    straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+        return wrapped
 
     def swish(x, count):
         def sigmoid(x):
             count()
             return _sigmoid(x)
 
-        @jax.custom_jvp
-        def function(x):
-            return x * sigmoid(x)
+        def rule(x, _, dx):
+            s = sigmoid(x)
+            return dx * s * (1 + x * (1 - s))
 
-        @function.defjvp
-        def _(primals, tangents):
-            s = sigmoid(*primals)
-            return function(*primals), tangents[0] * s * (1 + primals[0] * (1 - s))
-
-        return function(x)
-
-    @jax.custom_jvp
-    def clipped(x):
-        return x * 1
-
-    clipped.defjvp(lambda primals, tangents: (clipped(*primals), jnp.clip(tangents[0], -1, 1)))
-
-    @jax.custom_jvp
-    def doubled(tree):
-        return 2 * tree["w"]
-
-    doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]["w"]))
-
-    def by_tangents(function, rule):
-        wrapped = jax.custom_jvp(function)
-        wrapped.defjvp(lambda primals, tangents: (wrapped(*primals), rule(*primals, *tangents)))
-        return wrapped
+        return made(lambda x: x * sigmoid(x), rule)(x)
 
     return Way(
-        steep_tanh,
-        straight_through,
+        made(jnp.tanh, lambda x, y, dx: 2 * dx * (1 - y**2)),
+        made(lambda x: jnp.round(x), lambda x, y, dx: dx),
         swish,
-        clipped,
-        doubled,
+        made(lambda x: x * 1, lambda x, y, dx: jnp.clip(dx, -1, 1)),
+        made(lambda tree: 2 * tree["w"], lambda tree, y, d: 2 * d["w"]),
         None,  # a rule for tangents meets no cotangents
-        by_tangents(named_product, lambda x, dx: dx[0] @ x[1] + x[0] @ dx[1]),
-        by_tangents(checked_log, lambda x, dx: dx / x),
-        by_tangents(jnp.log, lambda x, dx: dx / x),
-        by_tangents(sin_and_exp, lambda x, dx: (dx * jnp.cos(x), dx * jnp.exp(x))),
+        made(named_product, lambda x, y, dx: dx[0] @ x[1] + x[0] @ dx[1]),
+        made(checked_log, lambda x, y, dx: dx / x),
+        made(jnp.log, lambda x, y, dx: dx / x),
+        made(sin_and_exp, lambda x, y, dx: (dx * jnp.cos(x), dx * jnp.exp(x))),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from tests.kit import modes
 from tests.kit.layers import Tanh
-from tests.kit.transforms import FIRST_ORDER, SAME_AS, SECOND_ORDER
+from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SAME_AS, SECOND_ORDER
 
 # A `with` block at top level that packs nothing warns: see test_origins.py.
 IDLE = pytest.mark.filterwarnings("ignore:.* 0 tensors packed:UserWarning")
@@ -62,8 +62,6 @@ def noting(seen, note=lambda x: x.shape, **flags):
 
 
 def in_block(hooks, f):
-    """`f` with a block around what it does."""
-
     def block(*args):
         with hooks:
             return f(*args)
@@ -76,7 +74,6 @@ def tanh_sum(x):
 
 
 def tanh_slope(x):
-    """The gradient of `tanh_sum`."""
     return 1 - jnp.tanh(x) ** 2
 
 
@@ -96,13 +93,12 @@ def bytes_held(pullback):
 
 
 def temporary_bytes(f, *args):
-    """The temporary memory of the compiled gradient with respect to all arguments."""
     compiled = jax.jit(jax.grad(f, tuple(range(len(args))))).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 # Each from a scalar function and its arguments to numbers.
-TRANSFORMS = {**FIRST_ORDER, **SECOND_ORDER}
+TRANSFORMS = {**FIRST_ORDER, **SECOND_ORDER, **FORWARD_OVER_REVERSE}
 
 
 def without_hooks(f, args):

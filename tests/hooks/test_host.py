@@ -53,7 +53,7 @@ def scanned(f):
 
 # A block around the differentiation reaches the layer alone; one inside, the operations too.
 SOME = ["grad", "jit_of_grad", "grad_of_jit", "vmap_of_grad", "grad_of_grad"]
-PLACES = [(name, place) for place in ("around", "block", "decorator") for name in SOME]
+PLACES = [(name, place) for place in ("around", "block") for name in SOME] + [("grad", "decorator")]
 PLACES += [(name, "block") for name in ("eager_vmap", "grad_of_vmap", "jit_of_scan", "scan", "cond", "shard_map")]
 PLACES += [(name, "block") for name in ("named_sharding", "ahead_of_time", "jit_of_grad_of_grad")]
 PLACES += [pytest.param("eager_shard_map", "around", marks=pytest.mark.slow)]
@@ -113,7 +113,6 @@ def test_eager_objects_die_with_the_vjp_function():
 
 
 def softmax(x):
-    """Subtracts the maximum, which backward never reads, as its gradient is stopped."""
     return jnp.sum(jax.nn.softmax(x) ** 2)
 
 
@@ -227,7 +226,7 @@ def test_failing_steps_leave_nothing_of_the_other_hooks(nothing_is_logged):
     step = jax.jit(jax.grad(host.hooks(loss)))
     expected = step(X)
     n_held = len(host)
-    for i in range(300):
+    for i in range(121):
         fails[0] = i % 30 != 0
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             np.testing.assert_allclose(step(X), expected)

@@ -1,4 +1,4 @@
-"""Which pairs of hooks are equal, whose hooks run, and what JAX's caches keep of a pair."""
+"""Which pairs of hooks are equal, whose hooks run, what JAX's caches keep of a pair, its copies and its `repr`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
-import itertools
 import pickle
-import threading
 import weakref
 
 import jax
@@ -18,9 +16,10 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
+from tests.kit.threads import in_threads
 
-from .spy import X, counted_step, tanh_sum
+from .spy import X, counted_step, in_block, tanh_sum
 
 # Some blocks stand around `jax.grad`, where hooks see no plain operation; some functions have no tensor of each name.
 pytestmark = [
@@ -60,25 +59,6 @@ class OfState(saved_tensors_hooks):
         return packed[0] * self.scale
 
 
-class Mixin:
-    def __init__(self, scale):
-        super().__init__(lambda x: (x,), lambda packed: packed[0] * scale)
-
-
-class OfMixin(Mixin, saved_tensors_hooks):
-    pass
-
-
-@dataclasses.dataclass
-class OfDataclass(saved_tensors_hooks):
-    """A dataclass defines `==`, and so takes `hash` away."""
-
-    scale: float = dataclasses.field(compare=False)
-
-    def __post_init__(self):
-        super().__init__(lambda x: (x,), lambda packed: packed[0] * self.scale)
-
-
 class Hidden(saved_tensors_hooks):
     def __new__(cls, scale):
         return super().__new__(cls)
@@ -96,9 +76,6 @@ class Multiplies:
     def __call__(self, packed):
         return packed[0] * self.scale
 
-    def method(self, packed):
-        return packed[0] * self.scale
-
 
 class WithoutWeakReferences:
     __slots__ = ("scale",)
@@ -112,9 +89,6 @@ class WithoutWeakReferences:
     def __hash__(self):
         return 0
 
-    def __call__(self, packed):
-        return packed[0] * self.scale
-
     def method(self, packed):
         return packed[0] * self.scale
 
@@ -127,39 +101,22 @@ def multiply(packed):
     return packed[0] * 2
 
 
-def times(scale, packed):
-    return packed[0] * scale
-
-
 def of_state(scale):
     pair = OfState()
     pair.scale = scale
     return pair
 
 
-def of_class(scale):
-    class Local(saved_tensors_hooks):
-        pass
-
-    return Local(as_tuple, lambda packed: packed[0] * scale)
-
-
 ALIKE = {
     "closures": OfClosures,
     "state": of_state,
-    "mixin": OfMixin,
-    "dataclass": OfDataclass,
     "hidden": Hidden,
-    "class": of_class,
     "lambda": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * scale),
-    "partial": lambda scale: saved_tensors_hooks(as_tuple, functools.partial(times, scale)),
     "callable": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale)),
-    "method": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale).method),
-    "slots": lambda scale: saved_tensors_hooks(as_tuple, WithoutWeakReferences(scale)),
     "method of slots": lambda scale: saved_tensors_hooks(as_tuple, WithoutWeakReferences(scale).method),
     "chain": lambda scale: chain(OfClosures(scale), cast_saved(jnp.float32)),
     "by name": lambda scale: by_name({"tanh": None, ...: OfClosures(scale)}),
-    "host": lambda scale: saved_tensors_hooks(as_tuple, functools.partial(times, np.float32(scale)), host=True),
+    "host": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * np.float32(scale), host=True),
 }
 
 
@@ -171,47 +128,26 @@ def slope(scale):
 def test_each_pair_runs_its_own_hooks(make):
     step, traced = counted_step()
     outer = jax.jit(jax.grad(lambda x: jax.jit(tanh_sum)(x)))
+    apply, plain = jax.jit(tanh_sum), jax.jit(jnp.sum)
     for scale in (1.0, 2.0, 3.0):  # a pair may get the memory of the one before
         with make(scale):
             step(X)
-            np.testing.assert_allclose(step(X), slope(scale), rtol=1e-5)
-            np.testing.assert_allclose(outer(X), slope(scale), rtol=1e-5)
-            np.testing.assert_allclose(jax.grad(tanh_sum)(X), slope(scale), rtol=1e-5)
+            for run in (step, outer, jax.grad(tanh_sum)):
+                np.testing.assert_allclose(run(X), slope(scale), rtol=1e-5)
+        block = in_block(make(scale), lambda x: plain(x) + apply(x) + plain(x))
+        np.testing.assert_allclose(jax.grad(block)(X), 2 + slope(scale), rtol=1e-5)
         gc.collect()
     assert len(traced) == 3
 
 
-@pytest.mark.parametrize("make", ALIKE.values(), ids=ALIKE)
-def test_a_jitted_layer_in_a_block_of_eager_mode_is_packed_by_its_own_pair(make):
-    apply = jax.jit(tanh_sum)
-    plain = jax.jit(jnp.sum)
-    for scale in (1.0, 2.0, 3.0):
-        pair = make(scale)
-
-        def loss(x, pair=pair):
-            with pair:
-                return plain(x) + apply(x) + plain(x)
-
-        np.testing.assert_allclose(jax.grad(loss)(X), 2 + slope(scale), rtol=1e-5)
-
-
 def test_each_thread_runs_its_own_hooks():
     step = jax.jit(jax.grad(lambda x: jax.jit(tanh_sum)(x) + jax.lax.map(tanh_sum, x[None])[0]))
-    together, found = threading.Barrier(8), {}
 
-    def run(scale):
-        together.wait()
-        with OfClosures(scale):
-            found[scale] = step(X)
+    def work(i):
+        with OfClosures(float(i)):
+            np.testing.assert_allclose(step(X), 2 * slope(float(i)), rtol=1e-4)
 
-    threads = [threading.Thread(target=run, args=(float(scale),)) for scale in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    for scale, slopes in found.items():
-        np.testing.assert_allclose(slopes, 2 * slope(scale), rtol=1e-4)
+    assert in_threads(8, work) == []
 
 
 def test_a_pair_may_enter_a_set_before_its_hooks_are_set():
@@ -229,10 +165,6 @@ def test_a_pair_may_enter_a_set_before_its_hooks_are_set():
 # -- equal pairs -----------------------------------------------------------------------------------------
 
 
-def floats_only(x):
-    return is_matrix(x)
-
-
 class Named(saved_tensors_hooks):
     pass
 
@@ -248,7 +180,6 @@ class WithState(quantize_saved):
 
 EQUAL = [
     (lambda folder: quantize_saved(), lambda folder: quantize_saved(8)),
-    (lambda folder: quantize_saved(8, only=is_matrix), lambda folder: quantize_saved(bits=8, only=is_matrix)),
     (lambda folder: cast_saved(), lambda folder: cast_saved("bfloat16", arguments=False)),
     (lambda folder: save_on_cpu(), lambda folder: save_on_cpu(False)),
     (save_on_disk, lambda folder: save_on_disk(str(folder))),
@@ -265,7 +196,7 @@ UNEQUAL = [
     (lambda: quantize_saved(8), lambda: quantize_saved(4)),
     (lambda: quantize_saved(8), lambda: quantize_saved(8, arguments=True)),
     (lambda: quantize_saved(8), lambda: Ready(8)),
-    (lambda: quantize_saved(8, only=is_matrix), lambda: quantize_saved(8, only=floats_only)),
+    (lambda: quantize_saved(8, only=is_matrix), lambda: quantize_saved(8, only=lambda x: is_matrix(x))),
     (lambda: WithState(), lambda: WithState()),
     (lambda: chain(cast_saved(), save_on_cpu()), lambda: chain(quantize_saved(), save_on_cpu())),
     (lambda: chain(cast_saved()), lambda: chain(cast_saved(), only=is_matrix)),
@@ -274,7 +205,6 @@ UNEQUAL = [
     (lambda: saved_tensors_hooks(as_tuple, multiply), lambda: saved_tensors_hooks(as_tuple, multiply, host=True)),
     (lambda: saved_tensors_hooks(as_tuple, multiply), lambda: Named(as_tuple, multiply)),
     (lambda: OfClosures(1.0), lambda: OfClosures(1.0)),
-    (lambda: OfState(), lambda: OfState()),
     (lambda: cast_saved(), lambda: "cast_saved()"),
 ]
 
@@ -299,14 +229,16 @@ def test_other_pairs_are_not_equal(one, other):
     assert len({first, first, second}) == 2
 
 
-@pytest.mark.parametrize("make", [quantize_saved, lambda: chain(cast_saved(), save_on_cpu(), only=is_matrix)])
-def test_an_equal_pair_is_a_hit_when_the_first_one_is_gone(make):
+def test_an_equal_pair_is_a_hit_when_the_first_one_is_gone(tmp_path):
     step, traced = counted_step(jax.jit(lambda x: tanh_sum(jnp.tile(x, (8, 64)))))
-    for _ in range(3):
-        with make():
-            step(X)
-        gc.collect()
-    assert len(traced) == 1
+    makers = [quantize_saved, save_on_cpu, lambda: save_on_disk(tmp_path), lambda: cast_saved(only=is_matrix)]
+    makers += [lambda: chain(cast_saved(), save_on_cpu(), only=is_matrix)]
+    for count, make in enumerate(makers, 1):
+        for _ in range(3):
+            with make():
+                step(X)
+            gc.collect()
+        assert len(traced) == count
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -315,17 +247,6 @@ def test_a_copy_of_a_ready_pair_is_equal_to_it_and_a_copy_of_a_pair_with_a_state
     assert copied(pair) == pair
     own = OfClosures(2.0)
     assert copied(own) != own
-
-
-def test_an_equal_pair_that_is_still_open_keeps_its_values(tmp_path):
-    forward = jax.jit(lambda x: jax.vjp(tanh_sum, x))
-    first, second = save_on_disk(tmp_path), save_on_disk(tmp_path)
-    with first:
-        forward(X)
-    with second:
-        _, pull = forward(X)
-    first.close()
-    np.testing.assert_allclose(pull(jnp.float32(1.0))[0], slope(1), rtol=1e-5)
 
 
 # -- what stays alive, and what is compiled again --------------------------------------------------------
@@ -403,17 +324,12 @@ FUNCTIONS = {"plain": plain, "layers": layers, "jitted": jitted}
 
 
 def met(steps):
-    """Each pair in eager mode, and hooks everywhere; the rest is marked as slow."""
-    found = []
-    for step, pair, function in itertools.product(steps, PAIRS, FUNCTIONS):
-        # jax.checkpoint refuses the effects of hooks on the host
-        if (pair == "hooks" or function == "plain") and (step, pair) != ("checkpoint", "host"):
-            is_core = step == "inside" or (pair == "hooks" and function != "plain")
-            found.append(pytest.param(step, pair, function, marks=[] if is_core else pytest.mark.slow))
-    return found
+    """Each step with the pair of plain hooks, and each pair in eager mode."""
+    found = [(step, "hooks", function) for step in steps for function in FUNCTIONS]
+    return pytest.mark.parametrize(("step", "pair", "function"), found + [("inside", pair, "plain") for pair in PAIRS])
 
 
-@pytest.mark.parametrize(("step", "pair", "function"), met(ALL_STEPS))
+@met(ALL_STEPS)
 def test_nothing_of_a_pair_stays_alive(step, pair, function):
     alive = []
     for _ in range(2):
@@ -425,7 +341,7 @@ def test_nothing_of_a_pair_stays_alive(step, pair, function):
     assert not [part() for part in alive if part() is not None]
 
 
-@pytest.mark.parametrize(("step", "pair", "function"), met(STEPS))
+@met(STEPS)
 def test_a_new_pair_in_eager_mode_compiles_nothing_again(step, pair, function):
     compiled = []
 
@@ -445,3 +361,86 @@ def test_a_new_pair_in_eager_mode_compiles_nothing_again(step, pair, function):
         assert compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# -- a pair in one line, and its copies --------------------------------------------------------------
+
+
+def twice(x):
+    return x * 2
+
+
+def half(x):
+    return x / 2
+
+
+class Scaled(saved_tensors_hooks):
+    def __init__(self, scale, *, table=None):
+        super().__init__(lambda x: x * scale, lambda x: x / scale)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda hooks: pickle.loads(pickle.dumps(hooks))])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda _: saved_tensors_hooks(twice, half, host=True), "saved_tensors_hooks(twice, half, host=True)"),
+        (
+            lambda _: saved_tensors_hooks(twice, functools.partial(half)),
+            "saved_tensors_hooks(twice, functools.partial(<function half ",
+        ),
+        (lambda _: cast_saved(), "cast_saved()"),
+        (lambda _: cast_saved(np.dtype("float16"), only=is_matrix), "cast_saved(float16, only=is_matrix)"),
+        (lambda _: quantize_saved(bits=4), "quantize_saved(bits=4)"),
+        (lambda _: save_on_cpu(True), "save_on_cpu(True)"),
+        (save_on_disk, "save_on_disk('FOLDER')"),
+        (
+            lambda folder: chain(cast_saved(), save_on_disk(folder), only=None),
+            "chain(cast_saved(), save_on_disk('FOLDER'), only=None)",
+        ),
+        (lambda _: Scaled(0.5, table=np.eye(2)), "Scaled(0.5, table=array([[1., 0.], [0., 1.]]))"),
+    ],
+)
+def test_a_pair_shows_its_arguments_and_a_copy_is_a_pair_of_its_own(make, text, copied, tmp_path):
+    hooks = make(str(tmp_path))
+    assert repr(hooks).replace(str(tmp_path), "FOLDER").startswith(text)
+    shown = repr(hooks)
+    with hooks:  # an open block is not copied
+        other = copied(hooks)
+    assert other is not hooks
+    assert type(other) is type(hooks)
+    assert repr(other) == shown
+    hooks.close()
+    with other:
+        _, pullback = jax.vjp(jnp.sin, jnp.ones(64))
+    np.testing.assert_allclose(pullback(jnp.ones(64))[0], np.full(64, np.cos(1.0)), rtol=0.01)
+
+
+def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
+    hooks, f = save_on_cpu(recompute=False), lambda x: jnp.sin(x).sum()
+    jax.grad(hooks(f))(jnp.ones(3))
+    assert "1 tensor" in repr(hooks)
+    step = jax.jit(jax.grad(hooks(f)))
+    for _ in range(2):
+        step(jnp.ones(3))
+    assert "2 tensors" in repr(hooks)
+    assert "1 of them traced" in repr(hooks)
+
+
+def test_a_pair_tells_how_many_tensors_backward_computes_again():
+    hooks = recompute_saved()
+    jax.grad(hooks(lambda x: jnp.sin(x).sum()))(jnp.ones(3))
+    assert "1 computed again" in repr(hooks)
+
+
+class Fails(saved_tensors_hooks):
+    made = None
+
+    def __init__(self):
+        Fails.made = self
+        raise ValueError("of the user")
+
+
+def test_the_repr_of_a_pair_whose_constructor_raised_has_the_class():
+    with pytest.raises(ValueError, match="of the user"):
+        Fails()
+    assert repr(Fails.made) == "Fails()"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import traceback
 
 import jax
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.case import grid
 from tests.kit.layers import Tanh
+from tests.kit.modes import MODES, STAGED
 
 pytestmark = pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning")  # not each function has a `sin`
 
@@ -34,15 +34,11 @@ def of_host():
 PACKERS = {
     "cast": (lambda _: cast_saved(), 0.02),
     "8 bits": (lambda _: quantize_saved(8), 0.03),
-    "4 bits": (lambda _: quantize_saved(4, block_size=16), 0.4),
     "cpu": (lambda _: save_on_cpu(), 1e-5),
     "disk": (save_on_disk, 1e-5),
-    "chain": (lambda folder: chain(quantize_saved(8), save_on_disk(folder)), 0.03),
     "by name": (lambda _: by_name({"sin": cast_saved(), ...: quantize_saved(8)}), 0.03),
-    "plain": (lambda _: saved_tensors_hooks(lambda x: (x,), lambda packed: packed[0]), 1e-5),
     "host": (lambda _: of_host(), 1e-5),
 }
-CORE_PACKERS = ("cast", "8 bits", "host")
 
 
 def both(*contexts):
@@ -59,12 +55,9 @@ FLAGS = {
     "debug_nans and disable_jit": lambda: both(jax.debug_nans(True), jax.disable_jit()),
     "debug_infs and disable_jit": lambda: both(jax.debug_infs(True), jax.disable_jit()),
     "x64": lambda: jax.enable_x64(True),
-    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "matmul precision": lambda: jax.default_matmul_precision("float32"),
     "checking_leaks": lambda: jax.checking_leaks(),
 }
-CORE_FLAGS = ("debug_nans and disable_jit", "debug_infs and disable_jit", "rank promotion")
 
 
 def loss(x):
@@ -72,23 +65,20 @@ def loss(x):
     return jnp.sum(Tanh.apply(chosen) * jnp.exp(-(chosen * chosen)))
 
 
-RUNS = {
-    "eager": jax.grad,
-    "jit": lambda f: jax.jit(jax.grad(f)),
-    "grad of jit": lambda f: jax.grad(jax.jit(f)),
-    "vmap": lambda f: jax.vmap(jax.grad(f)),
-    "scan": lambda f: jax.grad(
-        lambda x: jnp.sum(jax.lax.scan(lambda total, row: (total + f(row), None), 0 * x[0, 0], x)[0])
-    ),
-}
+RUNS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit", "vmap", "scan")}
 
 
-def met(names, core_names, core_packers=CORE_PACKERS):
-    found = []
-    for case in itertools.product(names, PACKERS, RUNS):
-        is_core = case[0] in core_names and case[1] in core_packers and case[2] in ("eager", "grad of jit")
-        found.append(pytest.param(*case, marks=[] if is_core else pytest.mark.slow))
-    return found
+FOR_ALL = ("grad", "grad-jit")  # the ways to run that each pair meets
+
+
+def met(flags):
+    pairs = [(packer, run) for packer in PACKERS for run in RUNS if run in FOR_ALL or packer in ("8 bits", "host")]
+    core = {(packer, run) for packer in ("cast", "8 bits", "host") for run in FOR_ALL}
+    return [
+        pytest.param(flag, *pair, marks=[] if "disable_jit" in flag and pair in core else pytest.mark.slow)
+        for flag in flags
+        for pair in pairs
+    ]
 
 
 def check(found, expected, tolerance):
@@ -96,7 +86,7 @@ def check(found, expected, tolerance):
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("flag", "packer", "run"), met(FLAGS, CORE_FLAGS))
+@pytest.mark.parametrize(("flag", "packer", "run"), met(FLAGS))
 def test_a_packer_under_a_flag(flag, packer, run, tmp_path):
     make, tolerance = PACKERS[packer]
     expected = RUNS[run](loss)(X)
@@ -106,29 +96,21 @@ def test_a_packer_under_a_flag(flag, packer, run, tmp_path):
 
 
 def without_layer(x):
-    return jnp.sum(jnp.tanh(x) * jnp.sin(x) * jnp.where(x > 0, x, 2))
+    return jnp.tanh(x) * jnp.sin(x) * jnp.where(x > 0, x, 2)
 
 
-WAYS = {
-    "eager": lambda f, x: jax.vjp(f, x),
-    "jit": lambda f, x: jax.jit(lambda x: jax.vjp(f, x))(x),
-    "grad of jit": lambda f, x: jax.vjp(jax.jit(f), x),
-    "vmap": lambda f, x: jax.vjp(lambda x: jnp.sum(jax.vmap(f)(x)), x),
-    "scan": lambda f, x: jax.vjp(
-        lambda x: jax.lax.scan(lambda total, row: (total + f(row), None), 0 * x[0, 0], x)[0], x
-    ),
-}
-
-
-@pytest.mark.parametrize(("forward", "packer", "run"), met((True, False), (True,), ("8 bits", "cpu", "host")))
-def test_backward_where_x64_is_another(forward, packer, run, tmp_path):
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize(
+    "stage", [lambda f: f, STAGED["jit"], jax.vmap, STAGED["scan"]], ids=["eager", "jit", "vmap", "scan"]
+)
+def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
     make, tolerance = PACKERS[packer]
-    f = WAYS[run]
     with jax.enable_x64(forward):
         x = jnp.asarray(np.linspace(-1, 1, 128).reshape(4, 32), jnp.float64 if forward else jnp.float32)
-        value, pull = f(make(tmp_path)(without_layer), x)
-        one = jnp.ones_like(value)
-        (expected,) = f(without_layer, x)[1](one)
+        (_, pull), (_, plain) = (jax.vjp(stage(f), x) for f in (make(tmp_path)(without_layer), without_layer))
+        one = jnp.ones_like(x)
+        (expected,) = plain(one)
     with jax.enable_x64(not forward):
         (found,) = pull(one)
     check(np.asarray(found), np.asarray(expected), tolerance)
@@ -154,7 +136,7 @@ def where(f, x):
 
 
 @pytest.mark.parametrize("f", [makes_nan, makes_nan_in_backward])
-@pytest.mark.parametrize(("flag", "packer", "run"), met(("debug_nans", "debug_nans and disable_jit"), ("debug_nans",)))
+@pytest.mark.parametrize(("flag", "packer", "run"), met(("debug_nans", "debug_nans and disable_jit")))
 def test_a_nan_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer, run, tmp_path):
     with FLAGS[flag]():
         assert where(RUNS[run](PACKERS[packer][0](tmp_path)(f)), X) == where(RUNS[run](f), X)
@@ -191,9 +173,9 @@ def test_a_block_of_nan_is_packed_without_infinity():
     np.testing.assert_allclose(found[1:], 2 * np.cos(2 * X[1:]), atol=0.02)
 
 
-@pytest.mark.parametrize("run", ["eager", "jit", "grad of jit", "vmap", "scan"])
+@pytest.mark.parametrize("run", RUNS)
 def test_a_host_hook_owns_its_array(run):
     given = np.array(X)
-    found = RUNS[run](of_host()(without_layer))(given)
-    check(found, RUNS[run](without_layer)(X), 1e-5)
+    total = lambda x: jnp.sum(without_layer(x))  # noqa: E731
+    check(RUNS[run](of_host()(total))(given), RUNS[run](total)(X), 1e-5)
     np.testing.assert_array_equal(given, X)  # the hook did not write into the caller's array

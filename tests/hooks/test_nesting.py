@@ -1,7 +1,8 @@
-"""saved_tensors_hooks within one another, after exceptions, in threads, and disabled."""
+"""saved_tensors_hooks within one another, after exceptions, in threads, in tasks of asyncio, and disabled."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
-from tests.kit.layers import Multiply, bits, layer
+from tests.kit.layers import Multiply, Square, bits, layer
 from tests.kit.modes import STAGED
 from tests.kit.threads import in_threads
 
@@ -59,7 +60,7 @@ def in_shard_map(f):
 
 BETWEEN = {
     "nothing": lambda f: f,
-    **STAGED,
+    **{name: STAGED[name] for name in ("jit", "scan", "cond", "checkpoint")},
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "shard_map": in_shard_map,
 }
@@ -71,9 +72,8 @@ PLACES = [pytest.param(name, marks=pytest.mark.slow) if name == "shard_map" else
 @pytest.mark.parametrize("between", PLACES)
 def test_a_tensor_is_packed_once_by_the_innermost_pair(between, saved, inner):
     f = BETWEEN[between](in_block(adding(inner), SAVED[saved]) if inner else SAVED[saved])
-    for around in (adding(10.0)(f), in_block(adding(10.0), f)):
-        for differentiate in GRADIENTS:
-            np.testing.assert_allclose(differentiate(around)(jnp.ones(())), 1 + (inner or 10))
+    for differentiate in GRADIENTS:
+        np.testing.assert_allclose(differentiate(in_block(adding(10.0), f))(jnp.ones(())), 1 + (inner or 10))
 
 
 def fail(x):
@@ -135,8 +135,11 @@ def test_one_hooks_object_in_many_threads():
 @IDLE
 def test_disabled_hooks():
     hooks = bits()
-    with disable_saved_tensors_hooks("no hooks here"), pytest.raises(RuntimeError, match=r"^no hooks here$"), hooks:
-        pass
+    with disable_saved_tensors_hooks("outer"):
+        with disable_saved_tensors_hooks("inner"), pytest.raises(RuntimeError, match=r"^inner$"), hooks:
+            pass
+        with pytest.raises(RuntimeError, match=r"^outer$"), hooks:
+            pass
     with hooks, pytest.raises(RuntimeError, match=r"^inside$"), disable_saved_tensors_hooks("inside"):
         pass
 
@@ -149,3 +152,98 @@ def test_disabled_hooks():
             run(X)
     with hooks:  # enabled again
         pass
+
+
+# -- tasks of asyncio -----------------------------------------------------------------------------
+
+
+def layer_gradient():
+    return jax.grad(Square.apply)(1.0)
+
+
+def assert_no_block_is_open():
+    with disable_saved_tensors_hooks("a block is open"):
+        pass
+    spy = Spy()
+    jax.grad(spy.hooks(lambda x: jnp.sum(jnp.sin(x))))(X)
+    assert spy.counts() == (1, 1)
+
+
+def run_tasks(**tasks):
+    """Runs the tasks one step after another, from one `await step()` to the next; returns their exceptions."""
+
+    async def main():
+        made = [asyncio.create_task(function(), name=name) for name, function in tasks.items()]
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def step():
+    return asyncio.sleep(0)
+
+
+async def waits_in_a_block():
+    with bits():
+        await step()
+        await step()
+
+
+USES = {
+    "layer": lambda x: layer_gradient(),
+    "layer within jit": lambda x: jax.jit(jax.grad(tanh_sum))(X),
+    "plain operation": jnp.sin,
+    "disabling": lambda x: disable_saved_tensors_hooks("none").__enter__(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_block_of_another_task_is_an_error(use):
+    def loss(x):
+        async def uses():
+            USES[use](x)
+
+        first, second = run_tasks(writer=waits_in_a_block, reader=uses)
+        assert first is None
+        assert isinstance(second, RuntimeError)
+        assert "asyncio task" in str(second)
+        return jnp.sum(x * x)
+
+    np.testing.assert_allclose(jax.grad(loss)(X), 2 * X, rtol=1e-6)
+    assert_no_block_is_open()
+
+
+@IDLE
+def test_a_block_of_its_own_while_another_task_waits_in_one():
+    spy = Spy()
+
+    async def uses():
+        with spy.hooks:
+            layer_gradient()
+        await step()
+        with spy.hooks:
+            layer_gradient()
+
+    assert run_tasks(writer=waits_in_a_block, first=uses, second=uses) == [None, None, None]
+    assert spy.counts() == (4, 4)
+    assert_no_block_is_open()
+
+
+def test_a_block_around_tasks_is_theirs():
+    spy = Spy()
+
+    async def task():
+        await step()
+        layer_gradient()
+
+    with spy.hooks:
+        assert run_tasks(first=task, second=task) == [None, None]
+
+    async def parent():
+        with spy.hooks:
+            await asyncio.gather(task(), asyncio.create_task(task()))
+            layer_gradient()
+
+    assert run_tasks(parent=parent) == [None]
+    assert spy.counts() == (5, 5)
+    assert_no_block_is_open()

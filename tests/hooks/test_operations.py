@@ -77,10 +77,9 @@ def loss_of(operation):
     return loss, without_hooks(loss, (X,))
 
 
-SLOW = [pytest.param(transform, marks=pytest.mark.slow) for transform in ("grad_of_jit", "vmap_of_grad")]
-
-
-@pytest.mark.parametrize("transform", ["grad", "jit_of_grad_of_grad", *SLOW])
+@pytest.mark.parametrize(
+    "transform", ["grad", "jit_of_grad_of_grad", pytest.param("grad_of_jit", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradients(operation, transform):
     loss, expected = loss_of(operation)

@@ -1,4 +1,4 @@
-"""saved_tensors_hooks under several derivatives of one function, and in the caches of jit."""
+"""saved_tensors_hooks under several derivatives of one function, in forward mode, and in the caches of jit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from pylayer_jax import once_differentiable, saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, save_on_cpu
-from tests.kit.layers import Square, Tanh, bits, layer
-from tests.kit.modes import EAGER_AND_JIT
+from tests.kit.layers import ForwardTanh, Multiply, Square, Tanh, bits, layer
+from tests.kit.modes import EAGER_AND_JIT, MODES, STAGED
 
-from .spy import Spy, X, counted_step, in_block, noting, tanh_slope, tanh_sum
+from .spy import GRADIENTS, Spy, X, counted_step, in_block, noting, tanh_slope, tanh_sum
 
 
 def test_once_differentiable_under_hooks():
@@ -30,8 +30,8 @@ def exported(f):
 
 
 # The gradient of a function that is staged.
-STAGED = {
-    "jit": lambda f: jax.grad(jax.jit(f)),
+FIRST = {
+    "jit": MODES["grad-jit"],
     "scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, x: (c + f(x), None), 0.0, x[None])[0]),
     "vjp within jit": lambda f: jax.jit(lambda x: jax.vjp(f, x)[1](1.0)[0]),
     "export": exported,
@@ -42,12 +42,12 @@ def loss(x):
     return jnp.sum(jnp.sin(Tanh.apply(x)))
 
 
-@pytest.mark.parametrize("staged", STAGED)
+@pytest.mark.parametrize("staged", FIRST)
 @pytest.mark.parametrize(
     ("hooks", "atol"), [(save_on_cpu(), 1e-6), (cast_saved(), 0.03), (Spy(differentiable=True).hooks, 1e-6)]
 )
 def test_a_second_derivative_of_staged_code_with_a_differentiable_pair_inside(staged, hooks, atol):
-    first = STAGED[staged](in_block(hooks, loss))
+    first = FIRST[staged](in_block(hooks, loss))
     first(X)  # compiled where nothing further out is differentiated
     expected = jax.grad(lambda x: jax.grad(loss)(x).sum())(X)
     for jit in (lambda f: f, jax.jit):
@@ -57,7 +57,7 @@ def test_a_second_derivative_of_staged_code_with_a_differentiable_pair_inside(st
 @pytest.mark.parametrize("staged", ["scan", "vjp within jit"])
 @pytest.mark.parametrize("function", [tanh_sum, lambda x: jnp.sin(x).sum()], ids=["layer", "operation"])
 def test_it_is_refused_with_another_pair(staged, function):
-    first = STAGED[staged](in_block(bits(), function))
+    first = FIRST[staged](in_block(bits(), function))
     first(X)
     owner = "Tanh" if function is tanh_sum else "sin"
     with pytest.raises(TypeError, match=rf"(?s){owner}.*differentiable=True"):
@@ -90,6 +90,91 @@ def test_a_block_in_a_backward_that_is_transposed(derivative, mode):
         sine = layer(jnp.sin, backward, plain=True, forward_mode=flag).apply
         np.testing.assert_allclose(mode(of(sine))(X), jax.jit(of(jnp.sin))(X), rtol=1e-5, atol=1e-6)
     assert packed or derivative != "reverse twice"
+
+
+# -- forward mode: as if the block was not there ---------------------------------------------------
+
+
+ROWS = jnp.array([[0.3, -0.5, 1.2], [0.8, 0.1, -0.7]])
+W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
+
+
+PushedTanh = layer(base=Tanh, jvp=lambda ctx, dx: dx * (1 - ctx.saved_tensor()[0] ** 2))
+
+
+def everything(x):
+    x = jnp.sin(x @ W) * jnp.exp(x) + jnp.where(jnp.argsort(x) > 0, x, x * x)
+    x = PushedTanh.apply(ForwardTanh.apply(x @ W) * x)
+    x = jax.lax.scan(lambda c, w: (jnp.tanh(c * w), c), x, W)[0]
+    return jax.lax.cond(x.sum() > 0, jnp.sin, lambda x: ForwardTanh.apply(x) ** 2, x)
+
+
+AROUND = {
+    "eager": lambda f: f,
+    **{name: STAGED[name] for name in ("jit", "scan", "cond", "checkpoint")},
+    "vmap of checkpoint": lambda f: jax.vmap(jax.checkpoint(lambda x: f(x[None])[0])),
+}
+FORWARD = {"jvp": DERIVATIVES["jvp"], "jacfwd of jacfwd": lambda f: jax.jacfwd(jax.jacfwd(lambda x: f(x)[0]))}
+
+
+@pytest.mark.parametrize(
+    ("around", "derivative"),
+    [*((name, "jvp") for name in AROUND), ("jit", "jacfwd of jacfwd"), ("scan", "jacfwd of jacfwd")],
+)
+def test_it_passes_through_a_block(around, derivative):
+    packed = []
+    hooked = in_block(noting(packed, differentiable=True), everything)
+    expected = jax.jit(FORWARD[derivative](AROUND[around](everything)))(ROWS)
+    got = FORWARD[derivative](AROUND[around](hooked))(ROWS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), got, expected)
+    assert around != "eager" or not packed
+
+
+def test_reverse_over_forward():
+    def slope(f):
+        return jax.grad(jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1].sum()))(ROWS)
+
+    plain = lambda x: jnp.sin(x @ W) * x  # noqa: E731
+    np.testing.assert_allclose(slope(in_block(noting([], differentiable=True), plain)), slope(plain), rtol=1e-5)
+
+
+@EAGER_AND_JIT
+def test_linear_transpose(mode):
+    def linear(x):
+        return jnp.sin(W) @ (3.0 * x) + jnp.where(W > 0, x, 0.0)
+
+    hooked = in_block(bits(), linear)
+    (expected,) = jax.vjp(linear, W)[1](W)
+    (got,) = jax.linear_transpose(mode(hooked), W)(W)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+# -- what is packed of layers with forward mode ----------------------------------------------------
+
+
+TWO = jnp.array([0.3, 0.7])
+ForwardMultiply = layer(base=Multiply, forward_mode=True)
+
+
+def test_jacobian_under_hooks():
+    jacobian = jax.jacfwd(ForwardMultiply.apply, (0, 1))
+    with bits():  # the tangents are mapped, and what was packed is not
+        for run in (jacobian, jax.jit(jacobian)):
+            np.testing.assert_allclose(run(TWO, TWO + 1), [jnp.diag(TWO + 1), jnp.diag(TWO)], rtol=1e-6)
+
+
+def test_hooks_pack_once_what_forward_mode_keeps():
+    def loss(x):
+        return ForwardMultiply.apply(x, x + 1).sum()
+
+    for differentiate in GRADIENTS:
+        spy = Spy()
+        with spy.hooks:
+            np.testing.assert_allclose(differentiate(loss)(TWO), 2 * TWO + 1, rtol=1e-6)
+        assert spy.log == ["pack", "pack", "unpack", "unpack"]
+    for run in (lambda f: f, jax.jit):
+        with bits():
+            np.testing.assert_allclose(run(jax.grad(lambda x: jax.grad(loss)(x).sum()))(TWO), [2, 2], rtol=1e-6)
 
 
 # -- when a function is traced again, and what is compiled -----------------------------------------

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
-from tests.hooks.spy import TRANSFORMS, bytes_held, counted_step, tanh_slope, tanh_sum, temporary_bytes, without_hooks
+from tests.hooks.spy import TRANSFORMS, bytes_held, tanh_slope, tanh_sum, temporary_bytes, without_hooks
 from tests.kit.case import grid, numpy_grid
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
@@ -73,9 +73,9 @@ RUNS = SHARDED | {name: (transform, name) for name, transform in TRANSFORMS.item
 
 # save_on_disk has host=True as in test_host.py, and cast_saved is plain JAX, so that a few transforms are enough.
 FEW = ("grad", "jit_of_grad", "shard_map")
-MORE = ("grad_of_jit", "grad_of_vmap_of_the_first", "scan", "cond", "remat", "named_sharding", "grad_of_grad")
-MORE += (*FEW, "vmap_of_grad", "jit_of_scan", "jit_of_grad_of_grad", *SHARDED)
-MET = [(name, packer) for packer in ("save_on_cpu", "quantize_saved 8") for name in MORE]
+MOST = (*FEW, *SHARDED, "vmap_of_grad", "jit_of_scan", "remat", "named_sharding", "jit_of_grad_of_grad")
+MORE = ("grad_of_jit", "grad_of_vmap_of_the_first", "scan", "cond", "grad_of_grad")
+MET = [(name, "quantize_saved 8") for name in MOST + MORE] + [(name, "save_on_cpu") for name in MOST]
 MET += [(name, packer) for packer in ("save_on_disk", "cast_saved", "quantize_saved 4") for name in FEW]
 
 expected_of_model = without_hooks(model, (X, W))
@@ -118,7 +118,6 @@ def as_it_is(f, *args):
 
 
 def restored(hooks, *tensors, run=as_it_is):
-    """The tensors as a backward sees them."""
     seen = []
 
     def backward(x, *rest):
@@ -233,9 +232,10 @@ def test_finite_values_stay_finite_and_within_their_block(dtype, bits, values):
 MASKS = [-np.inf, -3.4028235e38, -1e9, -1e4]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "stochastic", "dtype"),
+    [(8, False, "float32"), (4, True, "float32"), (8, True, "bfloat16"), (4, False, "bfloat16"), (8, False, "float64")],
+)
 def test_the_number_that_masks_does_not_harm_the_others(bits, stochastic, dtype):
     with jax.enable_x64(True):
         values = grid(256, 130, low=-3.0, high=2.0)[:, jnp.arange(130) * 37 % 130].astype(dtype)
@@ -256,11 +256,10 @@ def test_a_block_of_which_one_value_is_a_number(mode, number):
     np.testing.assert_array_equal(got, jnp.where(x == jnp.inf, jnp.nan, x))
 
 
-@pytest.mark.parametrize("number", MASKS[1:])  # -inf times 0 is NaN without packing too
 @EAGER_AND_JIT
-def test_masked_scores_that_an_operation_keeps(mode, number):
+def test_masked_scores_that_an_operation_keeps(mode):
     def attention(x, w, temperature):
-        scores = jnp.where(jnp.tri(64, dtype=bool), jnp.tanh(x @ w) @ x.T, number)
+        scores = jnp.where(jnp.tri(64, dtype=bool), jnp.tanh(x @ w) @ x.T, -1e9)
         return jnp.sum(jnp.sin(jax.nn.softmax(scores * temperature) @ x))
 
     arguments = grid(64, 64, low=-2.0, high=1.5)[:, jnp.arange(64) * 23 % 64], W, 0.1
@@ -312,15 +311,14 @@ def test_stochastic_rounding_has_no_bias():
     ids=["as it is", "sliced", "reshaped", "cast", "operation"],
 )
 @EAGER_AND_JIT
-@pytest.mark.parametrize("packer", ["cast_saved", "quantize_saved 8"])
-def test_what_came_into_the_block_from_outside_is_packed_with_arguments_alone(packer, mode, of):
+def test_what_came_into_the_block_from_outside_is_packed_with_arguments_alone(mode, of):
     def slope(around):
         return mode(jax.grad(around(lambda x, w: jnp.sum(of(x, w))), (0, 1)))(X, W[:8])
 
     expected = slope(lambda f: f)
-    for got, exact in zip(slope(PACKERS[packer][0]("")), expected, strict=True):
+    for got, exact in zip(slope(cast_saved()), expected, strict=True):
         np.testing.assert_array_equal(got, exact)
-    packed = slope(PACKERS[packer][0]("", arguments=True))
+    packed = slope(cast_saved(arguments=True))
     assert all(0 < float(jnp.abs(g - e).max()) < 0.03 for g, e in zip(packed, expected, strict=True))
 
 
@@ -415,22 +413,6 @@ def test_one_of_two_equal_packers_leaves_the_files_of_the_other(tmp_path, end):
     assert files(tmp_path) == []
 
 
-def is_matrix(x):
-    return x.ndim == 2
-
-
-def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
-    step, traced = counted_step(lambda x: Multiply.apply(x, x).sum())
-    makers = [save_on_cpu, cast_saved, quantize_saved, lambda: save_on_disk(tmp_path)]
-    makers += [lambda: quantize_saved(stochastic=True), lambda: cast_saved(only=is_matrix)]
-    makers += [lambda: chain(cast_saved(), save_on_cpu())]
-    for count, make in enumerate(makers, 1):
-        for _ in range(3):
-            with make():
-                np.testing.assert_allclose(step(X), 2 * X, atol=0.05)
-        assert len(traced) == count
-
-
 def test_files_are_removed_when_the_process_ends(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.on_disk", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -509,11 +491,7 @@ def test_a_damaged_file_is_an_error_and_is_not_remembered(damage, tmp_path):
         (lambda: cast_saved(jnp.int8), TypeError, "int8"),
         (lambda: cast_saved("bf16"), TypeError, "bf16"),
         (lambda: cast_saved(jnp.float8_e4m3fn), TypeError, "float8"),
-        (lambda: cast_saved(jnp.float8_e5m2), TypeError, "float8"),
         (lambda: save_on_cpu(model), TypeError, r"save_on_cpu\(\)"),
-        (lambda: save_on_disk(model), TypeError, r"save_on_disk\(\)"),
-        (lambda: cast_saved(model), TypeError, r"cast_saved\(\)"),
-        (lambda: quantize_saved(model), TypeError, r"quantize_saved\(\)"),
     ],
 )
 def test_wrong_parameters(make, kind, message):

@@ -1,4 +1,4 @@
-"""Which tensors saved_tensors_hooks reach, and that these come back as they were."""
+"""Which tensors saved_tensors_hooks reach, when and how often the hooks run, and that tensors come back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pylayer_jax.packers import cast_saved
 from tests.kit.layers import Multiply, Square, Tanh, bits, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import GRADIENTS, A, B, Spy, X, in_block, noting, tanh_slope, tanh_sum
+from .spy import GRADIENTS, IDLE, A, B, Spy, X, in_block, noting, tanh_slope, tanh_sum
 
 OPERATIONS = {
     "plain operation": (jnp.multiply, 2),
@@ -98,15 +98,6 @@ def test_a_block_around_the_differentiation_reaches_layers_and_a_decorator_the_w
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "Doc.")
     np.testing.assert_allclose(differentiate(first)(X), 2 * jnp.cos(jnp.tanh(X)) * tanh_slope(X), rtol=1e-5)
     assert decorator.counts()[0] == decorator.counts()[1] >= 2
-
-
-def test_a_scan_under_jit_packs_in_each_iteration():
-    shapes = []
-    loss = in_block(
-        noting(shapes), lambda x: jax.lax.scan(lambda c, _: (Tanh.apply(c), None), x, None, length=7)[0].sum()
-    )
-    jax.jit(jax.grad(loss))(X)
-    assert set(shapes) == {(3,)}
 
 
 def test_effects_in_a_block_still_happen():
@@ -200,3 +191,50 @@ def test_arguments_that_may_not_be_saved():
         assert not isinstance(pullback.args_res[0], jax.Array)
         pullback.args_res[0] = A
         np.testing.assert_allclose(pullback(B)[1], A * B, rtol=1e-6)
+
+
+# -- when hooks run, and how often ----------------------------------------------------------------
+
+
+@IDLE
+def test_nothing_happens_without_differentiation():
+    spy = Spy()
+    f = in_block(spy.hooks, lambda a, b: Multiply.apply(a, b) * a)
+    for run in (f, jax.jit(f), jax.jit(jax.vmap(f))):
+        np.testing.assert_allclose(run(A, B), A * B * A, rtol=1e-6)
+    assert spy.log == []
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_unpack_waits_for_backward_to_ask_and_asking_twice_unpacks_once(asked, forward_mode):
+    def asks(ctx, dy):
+        seen = [ctx.saved_tensor()[0] for _ in range(asked)]
+        assert all(x is seen[0] for x in seen)
+        return dy, dy
+
+    apply = layer(base=Multiply, backward=asks, forward_mode=forward_mode).apply
+    spy = Spy()
+    with spy.hooks:
+        np.testing.assert_array_equal(jax.grad(lambda x: apply(x, x).sum())(X), [2, 2, 2])
+    assert spy.counts() == (1, min(asked, 1))  # one tensor in two places
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_an_output_that_a_layer_and_the_next_operation_keep_is_packed_once(forward_mode, monkeypatch):
+    monkeypatch.setattr(Tanh, "forward_mode", forward_mode)
+    for jit in (lambda f: f, jax.jit):
+        spy = Spy()
+        run = jit(jax.grad(in_block(spy.hooks, lambda x: (Tanh.apply(x) * (2 * x)).sum())))
+        np.testing.assert_allclose(run(X), 2 * jnp.tanh(X) + 2 * X * (1 - jnp.tanh(X) ** 2), rtol=1e-6)
+        assert spy.counts()[0] == 2  # the output, and 2 x
+
+
+@IDLE
+def test_the_pair_at_the_call_counts_not_the_one_at_the_differentiation():
+    inner, outer = Spy(), Spy()
+    f = jax.jit(in_block(inner.hooks, tanh_sum))
+    with outer.hooks:
+        jax.grad(f)(X)
+    assert inner.counts() == (1, 1)
+    assert outer.counts() == (0, 0)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.integrations.blocks import applied, assert_close, doubled, library
+from pylayer_jax.packers import by_name, quantize_saved
+from tests.hooks.spy import noting
+from tests.integrations.blocks import NO_BLOCK, applied, assert_close, doubled, library
 
 eqx = library("equinox")
 
@@ -38,14 +40,6 @@ def test_an_activation_of_a_module(block, way):
 Applied = applied(eqx.filter_vjp)
 
 
-@EAGER_AND_JIT
-def test_a_module_as_an_argument(block, way):
-    def run(applied, block):
-        return WAYS[way](block(lambda model: jnp.mean(jnp.tanh(applied(model, X[0])))))(mlp(jax.nn.softplus))
-
-    block.compare(run, Applied.apply, doubled)
-
-
 def test_vmap_over_an_ensemble(block):
     models = eqx.filter_vmap(lambda key: mlp(jax.nn.softplus, key))(jax.random.split(jax.random.key(1), 3))
 
@@ -54,6 +48,37 @@ def test_vmap_over_an_ensemble(block):
         return WAYS["jit"](lambda models: one(models).sum())(models)
 
     block.compare(run, Applied.apply, doubled)
+
+
+class Attention(eqx.Module):
+    projections: list
+
+    def __call__(self, x):
+        q, k, v = (jax.vmap(linear)(x) for linear in self.projections)
+        return jax.nn.softmax(q @ k.T) @ v
+
+
+class Model(eqx.Module):
+    attention: Attention
+
+    def __call__(self, x):
+        return jnp.tanh(x + self.attention(x))
+
+
+def test_the_tensors_of_a_class():
+    model = Model(Attention([eqx.nn.Linear(4, 4, key=key) for key in jax.random.split(jax.random.key(0), 3)]))
+
+    def gradient(block):
+        return WAYS["jit"](block(lambda model: jnp.sum(model(X) ** 2)))(model)[1]
+
+    want, counts = gradient(NO_BLOCK), {}
+    for key in ("Attention", "Model", "Linear"):
+        kept = []
+        assert_close(gradient(by_name({key: noting(kept), ...: None})), want)
+        counts[key] = len(kept)
+    assert 0 < counts["Linear"] < counts["Attention"] < counts["Model"]
+    with pytest.warns(UserWarning, match="Attenton"):
+        gradient(by_name({"Attenton": quantize_saved(8), ...: None}))
 
 
 class Stateful(eqx.Module):

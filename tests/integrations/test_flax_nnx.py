@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import saved_tensors_report
-from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.integrations.blocks import applied, assert_close, doubled, library, steep
-from tests.kit.layers import Steep
+from tests.integrations.blocks import applied, doubled, library
 
 nnx = library("flax.nnx")
 
@@ -65,17 +63,8 @@ def test_dropout_and_batch_norm_in_a_block(block, transform):
     block.compare(lambda f, block: differentiated(block(lambda model: model(model(X))), Module(f), transform))
 
 
-@pytest.mark.parametrize("packer", [cast_saved, quantize_saved])
-def test_a_decorated_module(packer):
-    value, gradient = differentiated(packer()(lambda model: model(X)), Module(Steep.apply))
-    want, want_gradient = differentiated(lambda model: model(X), Module(steep))
-    assert_close(value, want)
-    assert_close(gradient, want_gradient, 0.03)
-
-
 WAYS = {  # from a function of an input and a module to one of the module, or of three
-    "scan": lambda f: lambda models: nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, models),
-    "scan-remat": lambda f: WAYS["scan"](nnx.remat(f)),
+    "scan": lambda f: lambda models: nnx.scan(nnx.remat(f), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, models),
     "vmap": lambda f: lambda models: nnx.vmap(f, in_axes=(None, 0))(X, models),
     "remat": lambda f: lambda model: nnx.remat(f)(X, model),
 }

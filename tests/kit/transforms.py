@@ -145,12 +145,8 @@ def _jitted(f, args):
     return jax.jit(f)
 
 
-def _remat(f, args, policy=None):
-    return jax.checkpoint(f, policy=policy)
-
-
-def _looped(f, args):
-    return lambda *a: jax.lax.fori_loop(0, 1, lambda _, total: total + f(*a), jnp.zeros(()))
+def _remat(f, args):
+    return jax.checkpoint(f)
 
 
 def _mapped(f, args):
@@ -268,16 +264,9 @@ register(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), same_as="jit_
 register(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, same_as="jit_of_grad")
 register(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), same_as="jit_of_grad")
 register(FIRST_ORDER, "remat", eagerly(_remat), slow=True, same_as="jit_of_grad")
-# JAX cannot save a complex residual in a remat. Under "everything" it would have to for some layers, so that this entry
-# is for the main layers only; under "dots" it saves the results of matrix products only.
-remat_everything = functools.partial(_remat, policy=jax.checkpoint_policies.everything_saveable)
-register(FIRST_ORDER, "remat_that_saves_everything", compiled(remat_everything), covered=True, same_as="jit_of_grad")
-remat_dots = functools.partial(_remat, policy=jax.checkpoint_policies.dots_saveable)
-register(FIRST_ORDER, "remat_that_saves_dots", compiled(remat_dots), same_as="jit_of_grad")
 register(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), same_as="vmap_of_grad")
 register(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, same_as="vmap_of_grad")
 register(FIRST_ORDER, "eager", value_eagerly(), covered=True)
-register(FIRST_ORDER, "fori_loop", compiled(_looped), covered=True, same_as="jit_of_grad")
 register(FIRST_ORDER, "grad_of_vmap_of_the_first", over_the_first(compiled(_mapped_over_the_first)))
 
 
@@ -296,11 +285,6 @@ def vjp_called_twice(f, args):
     value, pull = jax.vjp(f, *args)
     first, second = pull(jnp.ones_like(value)), pull(jnp.full_like(value, -2.0))
     return [(first[i], second[i]) for i in floats(args)]
-
-
-@registered(FIRST_ORDER, covered=True, same_as="eager")
-def while_loop_forward(f, args):
-    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*args) / 2), (0, jnp.zeros(())))[1]
 
 
 @registered(FIRST_ORDER, covered=True, same_as="vmap_of_grad")
@@ -347,7 +331,6 @@ register(SECOND_ORDER, "second_order_in_scan", compiled(along, _scanned), for_re
 register(
     SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), same_as="jit_of_grad_of_grad"
 )
-register(SECOND_ORDER, "second_order_in_remat", compiled(along, _remat), covered=True, same_as="jit_of_grad_of_grad")
 register(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=4), same_as="vmap_of_grad_of_grad")
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.kit import names
-from tests.kit.case import R3, W, X, after, case, grid, once, ruled, stop
+from tests.kit.case import W, X, after, case, grid, once, ruled, stop
 from tests.kit.oracle import Table
 
 
@@ -60,24 +60,6 @@ def layers(xp):
         @staticmethod
         def backward(ctx, dy):
             return dy, xp.full(ctx.shape, 1.0 if ctx.delay else 1 / ctx.steps, ctx.dtype)
-
-    class LayerNorm2d(xp.PyLayer):
-        """P26: saves two intermediates and an input."""
-
-        @staticmethod
-        def forward(ctx, x, weight, bias, eps):
-            ctx.eps = eps
-            mu, var = xp.mean(x, 1, keepdims=True), xp.var(x, 1, keepdims=True)
-            y = (x - mu) / xp.sqrt(var + eps)
-            ctx.save_for_backward(y, var, weight)
-            return weight.reshape([-1, 1, 1]) * y + bias.reshape([-1, 1, 1])
-
-        @staticmethod
-        def backward(ctx, dy):
-            y, var, weight = ctx.saved_tensor()
-            g = dy * weight.reshape([-1, 1, 1])
-            dx = (g - y * xp.mean(g * y, 1, keepdims=True) - xp.mean(g, 1, keepdims=True)) / xp.sqrt(var + ctx.eps)
-            return dx, (dy * y).sum((0, 2, 3)), dy.sum((0, 2, 3))
 
     class ClippedReversal(xp.PyLayer):
         """P28: saves a plain int, and clips the cotangent."""
@@ -133,17 +115,6 @@ RouterLoss = case(
 )(after(ported.RouterLoss, __name__))
 
 
-def layer_norm(x, weight, bias, eps=1e-5):
-    mu, var = x.mean(1, keepdims=True), x.var(1, keepdims=True)
-    y = (x - mu) / jnp.sqrt(var + eps)
-    return weight[:, None, None] * y + bias[:, None, None]
-
-
-LayerNorm2d = case(layer_norm, grid(2, 3, 1, 2), R3, R3 * 0.2, call=lambda x, w, b: LayerNorm2d.apply(x, w, b, 1e-5))(
-    after(ported.LayerNorm2d, __name__)
-)
-
-
 ClippedReversal = case(
     ruled(lambda x: x, lambda r, g: (jnp.clip(-2.0 * g, -0.5, 0.5),)),
     X,
@@ -181,7 +152,6 @@ for positions, size in (([3, 0, 2], 3), ([1, 1, 2], 3), ([], 0)):  # of two equa
 for delayed in (False, True):
     call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))
-port("LayerNorm2d", grid(2, 3, 1, 2), grid(3), grid(3) * 2, 1e-5, plain=True)
 port("ClippedReversal", X, call=lambda m, x: m.ClippedReversal.apply(x, lambda_=2))
 port("ClippedReversal", X, label="default")
 port("ClippedReversal", X, np.array(0.3, np.float32), wrt=(0,), label="tensor")

@@ -17,33 +17,10 @@ from tests.kit.case import X, after, case, grid, stop
 from tests.kit.oracle import Table
 
 
-def tutorials(xp):
-    """Define the layers of torch's pages about extending autograd and torch.func."""
-
-    class Linear(xp.Function):
-        """Layer with an optional bias. It computes a gradient only if `needs_input_grad` asks for it."""
-
-        @staticmethod
-        def forward(ctx, x, weight, bias=None):
-            ctx.save_for_backward(x, weight, bias)
-            y = x @ weight.T
-            return y if bias is None else y + bias
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, weight, bias = ctx.saved_tensors
-            grad_x = grad_weight = grad_bias = None
-            if ctx.needs_input_grad[0]:
-                grad_x = grad_output @ weight
-            if ctx.needs_input_grad[1]:
-                grad_weight = grad_output.T @ x
-            if bias is not None and ctx.needs_input_grad[2]:
-                grad_bias = grad_output.sum(0)
-            return grad_x, grad_weight, grad_bias
+def layers(xp):
+    # -- of torch's pages about extending autograd and torch.func --
 
     class MulConstant(xp.Function):
-        """Layer whose backward returns None if no cotangent arrives."""
-
         @staticmethod
         def forward(x, constant):
             return x * constant
@@ -60,8 +37,6 @@ def tutorials(xp):
             return grad_output * ctx.constant, None
 
     class Cube(xp.Function):
-        """Layer that returns its derivative as a second output, so that backward can be differentiated."""
-
         @staticmethod
         def forward(x):
             return x**3, 3 * x**2
@@ -75,23 +50,7 @@ def tutorials(xp):
             x, slope = ctx.saved_tensors
             return grad_output * slope + grad_slope * 6 * x
 
-    class Exp(xp.Function):
-        """Layer that saves its output."""
-
-        @staticmethod
-        def forward(ctx, x):
-            y = xp.exp(x)
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            (y,) = ctx.saved_tensors
-            return grad_output * y
-
     class SinProduct(xp.Function):
-        """Layer with `setup_context`, for forward mode and reverse mode."""
-
         @staticmethod
         def forward(x, y, gain):
             return gain * xp.sin(x) * y, None, "units"
@@ -116,8 +75,6 @@ def tutorials(xp):
         return x if dim is None else xp.moveaxis(x, dim, 0)
 
     class NumpySort(xp.Function):
-        """Layer that sorts with NumPy. The inverse permutation puts the gradient back."""
-
         host = "forward"  # which torch ignores
 
         @staticmethod
@@ -146,8 +103,6 @@ def tutorials(xp):
             return NumpySort.apply(x, dim + 1 if dim >= 0 else dim), (0, 0, 0)
 
     class NumpyTake(xp.Function):
-        """Layer that takes along an axis with NumPy, and whose gradient takes by the inverse permutation."""
-
         host = "forward"
 
         @staticmethod
@@ -175,8 +130,6 @@ def tutorials(xp):
             return NumpyTake.apply(x, order, inverse, dim + 1 if dim >= 0 else dim), 0
 
     class Normalize(xp.Function):
-        """Layer of plain operations, so that torch can generate its rule for vmap."""
-
         generate_vmap_rule = True
 
         @staticmethod
@@ -193,11 +146,7 @@ def tutorials(xp):
             y, norm = ctx.saved_tensors
             return (grad_output - y * (y * grad_output).sum()) / norm + grad_norm * y
 
-    return locals()
-
-
-def projects(xp):
-    """Define layers of projects on GitHub."""
+    # -- of projects on GitHub --
 
     class AuxLossScaler(xp.Function):
         """T61: returns its input. The scale of the second gradient is an attribute of the class."""
@@ -273,11 +222,7 @@ def projects(xp):
             grad_clip = xp.where(x >= clip, grad_output, zero).sum().reshape(clip.shape)
             return grad_input, grad_clip, None, None, None
 
-    return locals()
-
-
-def layers(xp):
-    return SimpleNamespace(**tutorials(xp) | projects(xp))
+    return SimpleNamespace(**locals())
 
 
 ported = names.text(layers, names.JAX)
@@ -323,18 +268,10 @@ port("LearnedClip", VALUES, CLIP, **changed, modes=("eager", "jit", "scan"), lab
 port("AuxLossScaler", X, np.array(0.7, np.float32))
 port("AuxLossScaler", X, np.array(0.7, np.float32), call=lambda m, x, a: m.AuxLossScaler.apply(x * 2, a), label="inner")
 
-WEIGHT, BIAS = grid(4, 3), grid(4)
-port("Linear", X, WEIGHT, label="default")
-port("Linear", X, WEIGHT, None, label="none")
-for wrt in ((0, 1, 2), (1,), (0, 2)):
-    port("Linear", X, WEIGHT, BIAS, wrt=wrt, label=str(wrt))
-port("Linear", X, WEIGHT, BIAS, call=lambda m, x, w, b: m.Linear.apply(x, w, bias=b), label="keyword")
 port("MulConstant", X, 2.5)
 port("Cube", X)
 port("Cube", X, used=(0,), label="first")
 port("Cube", X, call=lambda m, x: m.Cube.apply(m.Cube.apply(x)[0] * 0.3), label="nested")
-port("Exp", X)
-port("Exp", X / 2, call=lambda m, x: m.Exp.apply(m.Exp.apply(x)), label="nested")
 port("SinProduct", X, Y, 0.7)
 port("Normalize", X)
 

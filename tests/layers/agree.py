@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 
-from tests.kit.oracle import Mine, Table, X, Y, Z, fail
+from tests.kit.oracle import Table, X, Y, Z
 
 SHARED = Table()
-
-
-@SHARED.add()
-def square_of_the_cotangent(of):
-    return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
 
 
 @SHARED.add(label="constant", used=(1,))
@@ -24,17 +17,6 @@ def no_output_used(of):
 
 def integer(of, x):
     return of.cast(x * 10, "int32")
-
-
-@SHARED.add()
-def only_an_integer_output_that_is_marked(of):
-    def forward(ctx, x):
-        y = integer(of, x)
-        ctx.mark_non_differentiable(y)
-        return y
-
-    layer = of.layer(forward, lambda ctx, dy: of.cast(dy, "float32") + 1)
-    return lambda x: (layer.apply(x), x * 3)
 
 
 @SHARED.add()
@@ -173,28 +155,18 @@ for used in ((0,), (1,), (0, 1)):
             return getattr(of, dialect)(forward, backward).apply
 
 
-def marked(of, materialize=True):
+@SHARED.add()
+@SHARED.add(label="alone", used=(0, 2))
+def marked_output(of):
     """Layer with a marked output. Its gradient does not depend on a cotangent, which shows whether backward ran."""
 
     def forward(ctx, x):
-        ctx.set_materialize_grads(materialize)
         y, z = x * 2, of.sin(x)
         ctx.mark_non_differentiable(y)
         return y, z
 
     layer = of.layer(forward, lambda ctx, dy, dz: of.ones_like(dz) * 7 + dz)
     return lambda x: (*layer.apply(x), x * 3)
-
-
-@SHARED.add()
-@SHARED.add(label="alone", used=(0, 2))
-def marked_output(of):
-    return marked(of)
-
-
-@SHARED.add()
-def marked_output_not_materialized(of):
-    return marked(of, materialize=False)
 
 
 @SHARED.add()
@@ -206,15 +178,6 @@ def every_output_marked(of):
 
     layer = of.layer(forward, lambda ctx, dy: of.ones_like(dy))
     return lambda x: (layer.apply(x), x * 3)
-
-
-@SHARED.add()
-def integer_output_not_materialized(of):
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        return of.cast(x * 10, "int32"), x * 2
-
-    return of.layer(forward, lambda ctx, di, dy: dy * 2).apply
 
 
 @SHARED.add(orders=3)
@@ -250,8 +213,6 @@ def flags_that_a_method_reads_of_its_arguments(of):
 
 
 def noting_what_is_saved(of, save, read):
-    """Note what backward got in the log, which the tests compare."""
-
     def forward(ctx, x):
         if save is not None:
             ctx.save_for_backward(*save(x))
@@ -281,22 +242,8 @@ def without_differentiation(of):
     return of.hooked(fourth_power)
 
 
-@HOOKS.count(X, Y, theirs=(0, 0), ours=(0, 0))
-def behind_a_block_left_by_an_exception(of):
-    layer = product(of)
-
-    def apply(x, y):
-        with contextlib.suppress(Mine):
-            of.hooked(fail)()
-        return layer.apply(x, y) * y
-
-    return apply
-
-
 @SHARED.add(X, Y, orders=1)
 def what_hooks_get_and_when(of):
-    """Note the calls of the hooks in the log, which the tests compare."""
-
     def pack(x):
         of.note(("pack", x))
         return {"hidden": x}
@@ -363,10 +310,3 @@ for name, args, theirs, ours, run in (
 @HOOKS.count(X, Y, wrt=(0,), theirs={"paddle": (2, 2), "torch": (1, 1)}, ours=(1, 1))
 def one_factor_needs_a_gradient(of):
     return of.hooked(of.multiply)
-
-
-for run in (lambda of: product(of).apply, lambda of: of.multiply):
-
-    @HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
-    def what_unpack_returns_is_used(of, run=run):
-        return of.hooked(run(of), unpack=lambda kept: kept["hidden"] * 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kit.oracle import Mine, Table, X, Y, fail
+from tests.kit.oracle import Table, X, Y
 
 DIFFERENCES = Table()
 TWO = np.array([2], np.float32)
@@ -109,8 +109,6 @@ def mark_what_is_not_returned(of):
 
 # What backward gives for x and y.
 GIVEN = {
-    "one for two": (REFUSED, ValueError, "backward", lambda dy: dy),
-    "three for two": (REFUSED, ValueError, "backward", lambda dy: (dy, dy, dy)),
     # `Function` takes surplus Nones.
     "None too many": (
         {"paddle": ValueError, "torch": [3, 5]},
@@ -118,10 +116,6 @@ GIVEN = {
         "backward",
         lambda dy: (dy * 3, dy * 5, None),
     ),
-    "number": (REFUSED, ValueError, "'y'", lambda dy: (dy, 1.0)),
-    "text": (REFUSED, ValueError, "'y'", lambda dy: (dy, "text")),
-    "dict": (REFUSED, ValueError, "'y'", lambda dy: (dy, {"y": dy})),
-    "list": (REFUSED, ValueError, "'y'", lambda dy: (dy, [dy])),
     # Paddle and torch take a tuple alone.
     "list of two": (REFUSED, [3, 5], "", lambda dy: [dy * 3, dy * 5]),
     # Here NumPy arrays are tensors.
@@ -145,31 +139,3 @@ def tensor_in_a_dict(of):
 def hooks_as_a_decorator(of):
     hooks = of.hooks(lambda x: x, lambda x: x)
     return lambda x, y: hooks(of.multiply)(x, y)
-
-
-# Paddle reports every exception in backward, and in a hook, as an OSError.
-@DIFFERENCES.differ(theirs={"paddle": OSError, "torch": Mine}, ours=Mine, match="on purpose")
-def exception_in_backward(of):
-    return of.layer(lambda ctx, x: x * 2, fail).apply
-
-
-for name in ("pack", "unpack"):
-    options = {"label": name, "theirs": {"paddle": OSError, "torch": Mine}, "ours": Mine, "match": "on purpose"}
-
-    @DIFFERENCES.differ(X, Y, **options)
-    def exception_in_a_hook_of_an_operation(of, name=name):
-        return of.hooked(of.multiply, **{name: fail})
-
-
-# What unpack returns in place of a tensor. Paddle computes with whatever comes.
-UNPACKED = {
-    "number": ({"paddle": ValueError, "torch": TypeError}, lambda of, x: 3),
-    "nothing": ({"paddle": ValueError, "torch": TypeError}, lambda of, x: None),
-    "shape": ({"paddle": [np.full(2, 1, np.float32)] * 2, "torch": RuntimeError}, lambda of, x: of.ones((3, 3))),
-}
-
-for name, (their, unpacked) in UNPACKED.items():
-
-    @DIFFERENCES.differ(X, Y, label=name, theirs=their, ours=ValueError, match="unpack_hook")
-    def unpacked_for_an_operation(of, unpacked=unpacked):
-        return of.hooked(of.multiply, unpack=lambda kept: unpacked(of, kept["hidden"]))

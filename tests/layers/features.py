@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -134,32 +133,8 @@ class Trees(PyLayer):
         return [d["sum"] + d["product"] * rest["b"], {"b": d["sum"] + d["product"] * a, "n": None}]
 
 
-class Pair(eqx.Module):
-    weight: jax.Array
-    bias: jax.Array
-    activation: Callable[..., Any]
-
-
-@case(
-    lambda w, b, x: jnp.tanh(w * x + b), R3, R3 * 0.3, X, call=lambda w, b, x: OfModule.apply(Pair(w, b, jnp.tanh), x)
-)
-class OfModule(PyLayer):
-    @staticmethod
-    def forward(ctx, module, x):
-        ctx.module, ctx.x = module, x
-        ctx.y = module.activation(module.weight * x + module.bias)
-        return ctx.y
-
-    @staticmethod
-    def backward(ctx, dy):
-        d = dy * (1 - ctx.y**2)
-        return Pair(d * ctx.x, d, ctx.module.activation), d * ctx.module.weight
-
-
 @case(lambda x, w: x @ w, X, W, call=lambda x, w: AskedLinear.apply(x, w, "static"))
 class AskedLinear(PyLayer):
-    """Layer that saves and computes only what `needs_input_grad` asks for."""
-
     @staticmethod
     def forward(ctx, x, w, mode):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
@@ -204,8 +179,6 @@ class MixedOutputs(PyLayer):
 
 @case(lambda x: jnp.sin(x) * 3, X, call=lambda x: InTorchsStyle.apply(x, 3.0)[1])
 class InTorchsStyle(Function):
-    """Function that gets None as the cotangent of a static, and returns one None more than there are arguments."""
-
     @staticmethod
     def forward(x, gain):
         return "text", jnp.sin(x) * gain
@@ -287,8 +260,6 @@ ComplexAsInJax = case(_complex(_squared), X, X[:, ::-1] * 0.4, call=_complex(lam
 
 @case(lambda x: 0.5 * jnp.tanh(stop(x) + 2 * (x - stop(x))), X)
 class AppliesAnother(PyLayer):
-    """Layer whose forward applies another layer, and saves the output of that layer as an intermediate."""
-
     @staticmethod
     def forward(ctx, x):
         y = DoubledTanh.apply(x)

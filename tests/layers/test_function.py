@@ -91,20 +91,6 @@ def surplus_nones(of):
     return of.function(of.saving(lambda x, y: x * y), lambda ctx, dy: (*product_rule(ctx, dy), None, None)).apply
 
 
-# What backward gives for x and a number.
-for name, our, give in (
-    ("too few", ValueError, lambda of, dy: dy),
-    ("too many", ValueError, lambda of, dy: (dy, None, dy)),
-    ("list", ValueError, lambda of, dy: [dy, None]),
-    ("shape", ValueError, lambda of, dy: (of.concatenate([dy, dy]), None)),
-    ("for a number", [1], lambda of, dy: (dy, dy)),  # here it is ignored
-):
-
-    @TABLE.differ(X, 2.0, label=name, theirs=RuntimeError, ours=our, match="backward")
-    def wrong_gradient(of, give=give):
-        return of.function(lambda ctx, x, gain: x * gain, lambda ctx, dy: give(of, dy)).apply
-
-
 # Of a product of the input, as torch refuses to change a leaf in place before it looks at anything else.
 for name, record, their, our, match in (
     ("save_for_backward", lambda ctx, x: ctx.save_for_backward(3), TypeError, TypeError, "save_for_backward"),
@@ -128,11 +114,6 @@ def number_saved_though_nothing_is_differentiated(of):
 def no_tensor_among_the_outputs(of):
     layer = of.function(lambda ctx, x: "text", lambda ctx, dy: dy)
     return lambda x: (layer.apply(x), x)
-
-
-@TABLE.differ(theirs=RuntimeError, ours=[1])
-def numpy_array_as_the_gradient(of):
-    return of.function(lambda ctx, x: x * 2, lambda ctx, dy: np.ones(2, np.float32)).apply
 
 
 # torch does not see them; here they are tensors of the argument, with a gradient of their own.
@@ -178,8 +159,6 @@ TRANSFORMS = {
 
 
 def product_with_a_rule(of):
-    """Function whose vmap method notes its arguments, and returns the batch axis as the last one."""
-
     def setup(ctx, inputs, output):
         x, y, ctx.gain = inputs
         ctx.save_for_backward(x, y)
@@ -239,7 +218,8 @@ def no_rule_for_vmap(of):
 # torch.func asks for setup_context; here both styles meet every transform.
 @TABLE.differ(orders=0, wrt=(), theirs=RuntimeError, ours=[np.exp(X)])
 def context_that_forward_fills_under_transforms(of):
-    return of.vmap(of.grad(lambda x: of.text(layers).Exp.apply(x).sum()))
+    exp = of.function(of.saving(of.exp), lambda ctx, dy: dy * of.exp(ctx.saved_tensors[0]))
+    return of.vmap(of.grad(lambda x: exp.apply(x).sum()))
 
 
 # The context is the same in torch, so that the second run sees what the first one set.

@@ -37,22 +37,6 @@ CASES.add(Z, label="twice")(complex_numbers)
 CASES.add(label="four times", orders=4)(itself_inside_backward)
 
 
-GRADIENTS = {
-    "half": lambda of, dy: of.cast(dy * 3, "float16"),
-    "bfloat16": lambda of, dy: of.cast(dy * 3, "bfloat16"),
-    "integer": lambda of, dy: of.cast(dy * 3, "int32"),
-    "bool": lambda of, dy: of.cast(dy, "bool"),
-    "wider": lambda of, dy: of.stack([dy, dy * 3, dy * 5]),
-    "half and wider": lambda of, dy: of.cast(of.stack([dy, dy * 3, dy * 5]), "float16"),
-}
-
-for name, give in GRADIENTS.items():
-
-    @CASES.add(label=name, orders=1)
-    def gradient_cast_and_summed(of, give=give):
-        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
-
-
 @CASES.add(Z, orders=1)
 def real_gradient_of_a_complex_input(of):
     return of.layer(lambda ctx, z: of.abs(z), lambda ctx, dy: dy * 3, complex_convention="paddle").apply
@@ -106,40 +90,6 @@ def none_saved(of):
     return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.saved_tensors[1]).apply)
 
 
-@CASES.add(X, Y, orders=1)
-def the_innermost_pair_alone_applies(of):
-    """Enter two blocks, and check that the outer pair packs again after the inner block; the tests compare the logs."""
-    layer = product(of)
-
-    def pair(name):
-        return of.hooks(lambda x: of.note(name) or {"hidden": x}, lambda kept: kept["hidden"])
-
-    def nested(x, y):
-        with pair("outer"):
-            with pair("inner"):
-                z = layer.apply(x, y)
-            return z, layer.apply(y, x)
-
-    return nested
-
-
-@CASES.add()
-def disabled_hooks(of):
-    """Run layers and operations where hooks are disabled. Leaving an inner block restores the outer message."""
-    layer, pair = product(of), (lambda x: x, lambda x: x)
-
-    def inside(x):
-        with of.disable_hooks("outer"):
-            with of.disable_hooks("inner"):
-                y = layer.apply(x, x) * x
-            with pytest.raises(RuntimeError, match=r"^outer$"), of.hooks(*pair):
-                pass
-        with of.hooks(*pair):
-            return y
-
-    return inside
-
-
 @CASES.every()
 def test_as_in_torch(theirs, mode, one):
     compare(theirs, mode, one)
@@ -149,19 +99,6 @@ def test_as_in_torch(theirs, mode, one):
 
 
 DIFFERENT = Table(DIFFERENCES)
-
-REFUSED = {
-    "complex": lambda of, dy: of.cast(dy, "complex64") * (3 + 3j),
-    "scalar": lambda of, dy: dy.sum(),
-    "smaller": lambda of, dy: of.ones((1,)),
-    "other": lambda of, dy: of.ones((5,)),
-}
-
-for name, give in REFUSED.items():
-
-    @DIFFERENT.differ(label=name, theirs=RuntimeError, ours=ValueError, match="'x'")
-    def gradient_that_does_not_fit(of, give=give):
-        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
 
 
 # One entry per tensor argument is taken too, as Paddle has it.
