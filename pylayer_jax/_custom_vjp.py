@@ -80,8 +80,8 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
     else:
         # If a staged call differentiates a value that `backward` closes over, JAX would silently treat it as a constant
         # (as of jax 0.12, also in a plain `jax.custom_vjp`). tests: test_closed_over.py
-        closed = [x for value in closed_over(call.layer.backward).values() for x in tensors_in(value)]
-        if traced_call.is_deferred and any(map(is_differentiated, closed)):
+        closed = closed_over(call.layer.backward).values() if traced_call.is_deferred else ()
+        if any(is_differentiated(x) for value in closed for x in tensors_in(value)):
             raise call.closed_over_error("backward")
         staged, consts = traced_call.stage(tensors, in_rule=True)
         values = apply(staged, [*consts, *tensors])

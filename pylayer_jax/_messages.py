@@ -15,6 +15,7 @@ import jax
 from ._jax.linearity import NotLinearError as NotLinearError  # beside the other errors
 from ._jax.traces import NEEDS_VALUES
 from ._jax.types import is_tensor
+from ._trees import split
 
 
 def describe(value: Any) -> str:
@@ -76,9 +77,7 @@ def held_by(value: Any) -> dict[str, Any]:
 
 def tensors_in(value: Any) -> list[Any]:
     """Return the value itself if it is a tensor, or the tensors in a list, tuple or dict."""
-    if type(value) not in (list, tuple, dict):
-        return [value] if is_tensor(value) else []
-    return [x for x in jax.tree.leaves(list(value.values()) if type(value) is dict else value) if is_tensor(x)]
+    return split(value)[0] if is_tensor(value) or type(value) in (list, tuple, dict) else []
 
 
 def source_of(name: str, function: Callable[..., Any]) -> str:

@@ -298,7 +298,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
                 "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
             )
-        if pair.unmatched and pair.seen:
+        if pair.unmatched and any(pair.seen.values()):
             keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()
             kept = [name for name, is_kept in pair.seen.items() if is_kept]
             found.append(

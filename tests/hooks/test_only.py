@@ -182,7 +182,7 @@ def test_a_tensor_of_an_earlier_operation_has_its_origin_where_another_keeps_it(
 
 @EAGER_AND_JIT
 def test_a_key_whose_tensors_are_computed_again_warns(mode):
-    loss = lambda x: jnp.sum(x * jnp.sin(x))  # noqa: E731
+    loss = lambda x: jnp.sum((x @ x) * jnp.sin(x @ x))  # noqa: E731
     with pytest.warns(UserWarning, match="'sin'.*recompute=False"):
         mode(jax.grad(by_name({"sin": save_on_cpu(), ...: None})(loss)))(X)
     mode(jax.grad(by_name({"sin": save_on_cpu(recompute=False), ...: None})(loss)))(X)
