@@ -132,7 +132,7 @@ def changing(change):
 
 
 def full():
-    return {"w": X, "list": [X], "count": 0, "module": Module(X), "one": {"w": X}}
+    return {"w": X, "list": [X], "count": 0, "module": Module(X), "one": {"w": X}, "two": [X, {"w": X}]}
 
 
 # An argument, a forward that changes the argument in place, and the name of the argument.
@@ -143,6 +143,7 @@ CHANGES = {
     "rename": (full, lambda ctx, x, **named: named["params"].update(v=named["params"].pop("module")) or x, "params"),
     "append": (full, changing(lambda p: p["list"].append(3)), "params"),
     "unwrap": (full, changing(lambda p: p.update(one=p["one"]["w"])), "params"),
+    "rewrap": (full, changing(lambda p: p.update(two=[{"w": p["two"][0]}, p["two"][1]["w"]])), "params"),
     "count": (full, changing(lambda p: p.update(count=1)), "params"),
     "module": (full, changing(lambda p: setattr(p["module"], "calls", 1)), "params"),
     "fill a list": (list, lambda ctx, x, states: states.append(x) or x * 2, "states"),
