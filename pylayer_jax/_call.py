@@ -80,7 +80,7 @@ class LayerCall:
         """Name each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
         given = () if self.layer.host is True else given  # JAX keeps the inputs, whatever `forward` saves
-        return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
+        return kept.names(n_residuals, lambda i: (given[i] if i < len(given) else None) or f"saved[{i}]")
 
     def checkpoint_name_of(self, index: int) -> str | None:
         """Return the name of a saved value for the policies of `jax.checkpoint`, or None."""

@@ -90,7 +90,7 @@ from .residuals import (
 # -- facts per operation ---------------------------------------------------------------------------------
 
 _PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, None)  # see NOTE [names made once]
-_CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", rule_function_p.name)
+_CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call", rule_function_p.name)
 
 
 class _Facts(NamedTuple):

@@ -119,6 +119,7 @@ class Pair:
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
+        self.is_selective: bool = self.by_name is not None or any(self.predicates())
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
         self.names = WeakTable()  # for the report: what is kept for a tensor -> the name of the tensor
@@ -126,10 +127,6 @@ class Pair:
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
         self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
-
-    @property
-    def is_selective(self) -> bool:
-        return self.by_name is not None or self.only is not None or any(step.only for step in self.steps)
 
     @property
     def packs_nothing(self) -> bool:

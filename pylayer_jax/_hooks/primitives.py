@@ -23,18 +23,18 @@ import numpy as np
 from pylayer_jax._jax.traces import is_tracer
 from pylayer_jax._jax.types import typeof, unchecked, varying_over
 
-JITTED: Final = ("jit", "pjit")
+JITTED: Final = ("jit",)
 MOST_EQUATIONS: Final = 32  # of an expression, and of a jitted function that is looked into
 
 
 class Error(enum.IntEnum):
     """What is known about the error unpack(pack(x)) - x of a packed tensor x. A larger number is coarser."""
 
+    UNKNOWN = -1  # hooks of users
     EXACT = 0  # there is none
-    UNKNOWN = 1  # hooks of users
-    RELATIVE = 2  # each value has an error relative to itself, as in a cast
-    OVERFLOWING = 3  # the same, but large values become infinite: computed again as for hooks of users
-    RANGE = 4  # the errors depend on the range of the values along the last axis, as in quantization
+    RELATIVE = 1  # each value has an error relative to itself, as in a cast
+    OVERFLOWING = 2  # the same, but large values become infinite: computed again as for hooks of users
+    RANGE = 3  # the errors depend on the range of the values along the last axis, as in quantization
 
 
 class Rounding(NamedTuple):
@@ -75,7 +75,8 @@ def fold(
     if not isinstance(x, Expression):
         return of_leaf(x)
     if id(x) not in done:
-        done[id(x)] = of_function(x.function, [fold(each, of_leaf, of_function, done) for each in x.inputs])
+        inputs = [fold(y, of_leaf, of_function, done) if isinstance(y, Expression) else of_leaf(y) for y in x.inputs]
+        done[id(x)] = of_function(x.function, inputs)
     return done[id(x)]
 
 
@@ -265,7 +266,7 @@ def _rows() -> dict[str, Row]:
         relative: _either(_of_integers, _of_one)
     }
     return {
-        **row("broadcast_in_dim copy copy_p expand_dims iota reshape squeeze transpose", of_rows, is_move=True, **view),
+        **row("broadcast_in_dim copy iota reshape squeeze transpose", of_rows, is_move=True, **view),
         **row("name stop_gradient", everywhere, is_move=True, **view),
         **row("pcast", **view),
         **row("pvary", everywhere, is_move=True, **view),

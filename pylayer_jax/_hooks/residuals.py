@@ -72,6 +72,7 @@ from .primitives import (
     ROWS,
     SAME,
     STEEP,
+    UNKNOWN,
     Error,
     Expression,
     Operand,
@@ -396,8 +397,8 @@ class _Packer:
         computed = [f for f in _functions_of(residual) if isinstance(f, PrimitiveFunction) and not f.row.is_move]
         if computed and (self.packing.is_users_rule or is_exact):
             return None
-        is_rounded = is_exact and any(roundings for _, roundings in _contents(residual)[0].values())
-        return None if is_rounded else residual
+        is_rounded = any(_known(roundings) for _, roundings in _contents(residual)[0].values())
+        return None if is_exact and is_rounded else residual
 
     def _origin_of(self, value: Any) -> Origin:
         return self.packing.origin_of(value, self._index_of(value))
@@ -418,8 +419,7 @@ class _Packer:
             array = value if hasattr(value, "ndim") else as_arrays([value])[0]
             steps = steps_for(self.pair, array, self._where(value), self._origin_of(value))
             roundings = roundings_of(steps, array)
-            is_rounded = max(roundings, default=EXACT).error not in (Error.EXACT, Error.UNKNOWN)
-            if is_rounded and id(value) in self.packing.exact:
+            if _known(roundings) and id(value) in self.packing.exact:
                 steps, roundings = (), frozenset[Rounding]()
             self._steps[id(value)] = steps, roundings
         return self._steps[id(value)]
@@ -487,7 +487,10 @@ class _Packer:
         own = self._steps_for(value)[1]
         if own and id(value) in self.packing.amplified:
             return False
-        return max(found.roundings) <= max([*own, _own_rounding(value)])
+        # Hooks of users may be exact or coarse: a tensor of theirs is computed again from tensors of theirs alone.
+        if UNKNOWN in found.roundings and UNKNOWN not in own:
+            return False
+        return max(_known(found.roundings), default=EXACT) <= max([*_known(own), _own_rounding(value)])
 
     def _derivation(self, value: Any) -> _Derivation:
         found = self._derive(value)
@@ -624,7 +627,7 @@ class _Packer:
             residual = self._residuals.get(id(x))
             if residual is None:
                 continue
-            name = "" if _is_packed(residual) else self._origin_of(x).name  # `_recall` compares it
+            name = self._origin_of(x).name if self.pair.is_selective else ""  # `_recall` compares it
             weak = fold(residual, reference, weakly_held, done)
             self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
@@ -672,6 +675,11 @@ def _functions_of(residual: Any) -> list[Any]:
     functions: list[Any] = []
     fold(residual, lambda _: None, lambda function, _: functions.append(function), {})
     return functions
+
+
+def _known(roundings: Iterable[Rounding]) -> list[Rounding]:
+    """Leave out the errors of hooks of users."""
+    return [rounding for rounding in roundings if rounding != UNKNOWN]
 
 
 def _own_rounding(value: Any) -> Rounding:

@@ -231,7 +231,7 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
     return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
 
 
-_RULES.update(dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint", "shard_map"), _call))
+_RULES.update(dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "shard_map"), _call))
 _RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
+from pylayer_jax.packers import cast_saved
 from tests.kit.layers import layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT, MODES, RUNS, X, gradients, modes, runs
 
@@ -244,10 +245,12 @@ def test_a_value_of_a_jitted_function_that_forward_calls(run, call):
 
 
 @EAGER_AND_JIT
-def test_saved_names_of_another_number(mode):
-    made = layer(then(CALLS["save_for_backward"]), saved_names=("x", "y"))
+@pytest.mark.parametrize("around", [lambda f: f, cast_saved(arguments=True)], ids=["plain", "block"])
+@pytest.mark.parametrize("names", [(None,) * 2, (None,) * 4], ids=len)
+def test_saved_names_of_another_number(names, around, mode):
+    made = layer(lambda ctx, x: ctx.save_for_backward(x, x * 2, x * 3) or x, saved_names=names)
     with pytest.raises(ValueError, match=r"Made\.saved_names"):
-        mode(jax.grad(loss(made)))(X)
+        mode(jax.grad(around(loss(made))))(X)
 
 
 # -- cotangents -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from pylayer_jax import saved_tensors_report
+from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT, STAGED
@@ -186,3 +186,15 @@ def test_a_key_whose_tensors_are_computed_again_warns(mode):
     with pytest.warns(UserWarning, match="'sin'.*recompute=False"):
         mode(jax.grad(by_name({"sin": save_on_cpu(), ...: None})(loss)))(X)
     mode(jax.grad(by_name({"sin": save_on_cpu(recompute=False), ...: None})(loss)))(X)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["plain", "jitted"])
+def test_what_is_excluded_is_not_computed_from_what_hooks_of_users_packed(mode):
+    def loss(x):
+        h = checkpoint_name(x @ x, "rounded")
+        return jnp.sum(h * jnp.cos(x)) + jnp.sum(-h * jnp.sin(x))
+
+    h, rounded = X @ X, lambda x: jnp.round(x * 4) / 4
+    pair = by_name({"rounded": saved_tensors_hooks(rounded, lambda x: x), ...: None})
+    expected = jax.grad(loss)(X) + (rounded(h) - h) * -jnp.sin(X)
+    np.testing.assert_allclose(jax.grad(pair(mode(loss)))(X), expected, rtol=1e-5, atol=1e-5)
