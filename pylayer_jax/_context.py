@@ -430,7 +430,7 @@ def positions_of_kept(
         same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
         if same and x is not source and x.tobytes() != source.tobytes():  # an output that was changed in place later
             return []
-        return same[:1] if same and same[0] < len(state.inputs) else same[-1:]
+        return same[:1] if same and same[0] < len(state.inputs) else same[-1:]  # the first input, or the last output
 
     for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
         for x in jax.tree.leaves(value, is_leaf=is_none):

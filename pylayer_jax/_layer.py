@@ -361,7 +361,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
 
 
 def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Sequence[Any]:
-    """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`: NOTE [orders]."""
+    """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`."""
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = call.arguments.has_refs

@@ -635,15 +635,14 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The names of a tensor say where it comes from. They are attributes of `info`, the second argument of a predicate
-    `only`: `info.name`, `info.layer`, `info.operation`, and the names in `info.inside`, from the innermost to the
-    outermost. The first of these that is a key of the dict decides. So the name of a module's class selects the tensors
-    that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
-    all other tensors. `saved_tensors_report` prints a name of each tensor.
+    The names of a tensor are those of `info`, the second argument of a predicate `only`: `info.name`, `info.layer`,
+    `info.operation`, and those in `info.inside`, from the innermost to the outermost. The first that is a key of the
+    dict decides. So the name of a module's class selects the tensors that the module computes:
+    `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for all other tensors.
+    `saved_tensors_report` prints a name of each tensor.
 
-    Backward recomputes a tensor that follows from another saved tensor (a transpose, an activation), unless this could
-    enlarge the packing error. If the pairs differ in which tensors it may recompute, the strictest decides for all
-    tensors. Values from outside the block are packed only if all pairs have `arguments=True`.
+    Backward recomputes cheap operations unless this could enlarge the packing error; if the pairs differ in what it may
+    recompute, the strictest decides for all tensors. Values from outside the block are packed only if all pairs have `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a

@@ -89,7 +89,8 @@ from .residuals import (
 
 # -- facts per operation ---------------------------------------------------------------------------------
 
-_PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, None)  # see NOTE [names made once]
+# See NOTE [names made once] in `_custom_vjp.py`.
+_PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, None)
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call", rule_function_p.name)
 
 
@@ -122,6 +123,7 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, None, has_loop, _has_rule(jaxpr), is_users(jaxpr))
     rows = [(e, ROWS.get(e.primitive.name, KEPT)) for e in jaxpr.eqns]
     is_view = [row.is_view or not any(has_tangent(v.aval) for v in e.outvars) for e, row in rows]
+    # The operands of each product, and the divisor of each division.
     factors = [e.invars[e.primitive.name == "div" :] for e, row in rows if not row.keeps_nothing and row.keeps_numbers]
     position_of = {v: i for i, v in enumerate(jaxpr.invars)}
     for e, row in rows:
@@ -359,12 +361,12 @@ def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[i
 class Pullback(LinearMap):
     """The derivative of an operation, which maps packed residuals and tangents of operands to tangents of results."""
 
-    def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
+    def __init__(self, name: str, packed: PackedResiduals, treedef: Any, value_types: Sequence[Any]) -> None:
         self.name = name
         self.n_residuals = packed.n_arrays
         self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
         self._packed = packed
-        self._treedef = pullback  # the treedef of the function that `jax.vjp` returned
+        self._treedef = treedef  # of the function that `jax.vjp` returned
         self._value_types = value_types
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:

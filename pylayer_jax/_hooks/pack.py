@@ -144,6 +144,7 @@ class Pair:
         return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
 
     def steps_for(self, origin: Origin) -> Sequence[Step]:
+        """Return the steps for a tensor; none if a branch of a `cond` that returns it in one array is excluded."""
         if self.by_name is None:
             return self.steps
         found = [next((key for key in o.keys if key in self.by_name), ...) for o in (origin, *origin.others)]

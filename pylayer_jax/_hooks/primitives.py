@@ -120,7 +120,7 @@ class PrimitiveFunction(NamedTuple):
         if not all(map(is_number, factors)):
             return True
         sizes = [np.abs(np.asarray(x)) for x in factors]
-        return bool(max(sizes) > 2 if name == "mul" else not min(sizes) >= 0.5)
+        return bool(max(sizes) > 2 if name == "mul" else not min(sizes) >= 0.5)  # True for NaN
 
 
 # How far a value is from kept tensors, whose errors it has.

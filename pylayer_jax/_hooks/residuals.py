@@ -367,7 +367,11 @@ _MOST_LARGE_LEAVES: Final = 2  # so that a residual stream x + f(x) is kept once
 
 
 class _Packer:
-    """Decides how the tensors of one layer or operation are kept, and keeps them."""
+    """Decides how the tensors of one layer or operation are kept, and keeps them.
+
+    `choose` puts each tensor without a residual into `_chosen`, the tensors to keep, or into `_derived`. `pack` makes
+    the residuals of both. Then `derive_outputs` does the same for outputs, and `remember` stores all in the pair.
+    """
 
     def __init__(self, packing: Packing, tensors: Sequence[Any]) -> None:
         self.packing, self.pair = packing, packing.pair
@@ -378,9 +382,9 @@ class _Packer:
         # In eager mode, such an operand may be a scalar that the block computed: a residual, not a constant.
         self._packable_operands = {id(x) for x in packing.operands} - self._residuals.keys()
         self._is_program = is_staging()
-        self._chosen: dict[int, Any] = {}  # the tensors to keep
-        self._derived: dict[int, Any] = {}  # the tensors and outputs that backward computes again
-        self._derivations: dict[int, _Derivation | None] = {}
+        self._chosen: dict[int, Any] = {}
+        self._derived: dict[int, Any] = {}
+        self._derivations: dict[int, _Derivation | None] = {}  # valid while nothing more is chosen
         self._steps: dict[int, tuple[Sequence[Step], frozenset[Rounding]]] = {}
 
     def get(self, value: Any) -> Any:
@@ -434,7 +438,7 @@ class _Packer:
             self._choose([x])
         undecided = [x for x in undecided if id(x) not in self._chosen]
         shared = {id(x) for x in (*self.packing.operands, *outputs)}
-        while undecided:
+        while undecided:  # each round chooses or derives the first one, or chooses all that it needs
             x = undecided[0]
             missing = self._missing(x)
             if missing is None:
@@ -447,7 +451,7 @@ class _Packer:
                 # At about equal cost, it is as good to keep an operand or an output, which a later operation may keep
                 # too; integers, which are not rounded; and small tensors.
                 is_as_good = all(
-                    key in shared or not has_tangent(x) or _size(x) < gain * _SMALL for key, x in missing.items()
+                    key in shared or not has_tangent(y) or _size(y) < gain * _SMALL for key, y in missing.items()
                 )
                 is_worth = cost < gain or (is_as_good and cost <= gain * (1 + _SMALL))
                 self._choose([*missing.values()] if is_worth else [x])
