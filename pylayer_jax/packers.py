@@ -638,7 +638,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     The names of a tensor are those of `info`, the second argument of a predicate `only`: `info.name`, `info.layer`,
     `info.operation`, and those in `info.inside`, from the innermost to the outermost. The first that is a key of the
     dict decides. So the name of a module's class selects the tensors that the module computes:
-    `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for all other tensors.
+    `{"Attention": save_on_cpu(), ...: None}`. The key `...` is for all others.
     `saved_tensors_report` prints a name of each tensor.
 
     Backward recomputes cheap operations unless this could enlarge the packing error; if the pairs differ in what it may

@@ -370,7 +370,7 @@ class _Packer:
     """Decides how the tensors of one layer or operation are kept, and keeps them.
 
     `choose` puts each tensor without a residual into `_chosen`, the tensors to keep, or into `_derived`. `pack` makes
-    the residuals of both. Then `derive_outputs` does the same for outputs, and `remember` stores all in the pair.
+    the residuals of both. `derive_outputs` does so for outputs, and `remember` stores all in the pair.
     """
 
     def __init__(self, packing: Packing, tensors: Sequence[Any]) -> None:
