@@ -642,7 +642,8 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     `saved_tensors_report` prints a name of each tensor.
 
     Backward recomputes cheap operations unless this could enlarge the packing error; if the pairs differ in what it may
-    recompute, the strictest decides for all tensors. Values from outside the block are packed only if all pairs have `arguments=True`.
+    recompute, the strictest decides for all. Values from outside the block are packed only if all pairs have
+    `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a

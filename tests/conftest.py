@@ -59,9 +59,8 @@ KNOWN_GAPS = {
 }
 
 
-# Here, of a test with ten cases or more, each third is in the core, and the others run with `every_pair`.
-MANY_CASES = ("hooks/", "derivatives/", "devices/", "layers/test_transforms", "contract/test_vmap")
-MANY_CASES += ("contract/test_host_layers", "contract/test_report")
+# Here, of a test with ten cases or more, each fourth is in the core, and the others run with `every_pair`.
+MANY_CASES = ("hooks/", "derivatives/", "devices/", "layers/test_transforms", "contract/")
 
 
 def pytest_collection_modifyitems(items):
@@ -69,7 +68,7 @@ def pytest_collection_modifyitems(items):
         cases = list(cases)
         if len(cases) >= 10 and function.removeprefix("tests/").startswith(MANY_CASES):
             for i, item in enumerate(cases):
-                if i % 3:
+                if i % 4:
                     item.add_marker(pytest.mark.every_pair)
     for item in items:
         for reason, names in KNOWN_GAPS.items():
