@@ -60,7 +60,8 @@ KNOWN_GAPS = {
 
 
 # Here, of a test with ten cases or more, each fourth is in the core, and the others run with `every_pair`.
-MANY_CASES = ("hooks/", "derivatives/", "devices/", "layers/test_transforms", "contract/")
+MANY_CASES = ("hooks/", "derivatives/", "devices/", "layers/test_transforms", "contract/test_vmap")
+MANY_CASES += ("contract/test_host_layers", "contract/test_report")
 
 
 def pytest_collection_modifyitems(items):
