@@ -22,6 +22,7 @@ from ._context import (
     ResidualTree,
     SavedContext,
     backward_context,
+    is_none,
     keep,
 )
 from ._gradients import argument_tangents, match_gradients, match_tangents
@@ -292,7 +293,7 @@ def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
         return [out_dims] * len(tensors)
     if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
         return [dim for pair in zip(out_dims, outputs, strict=True) for dim in _dims_of_tensors(*pair)]
-    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None))
+    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -314,7 +314,7 @@ def _compile(
         peak_bytes=None if None in sizes else sum(sizes),
         held_bytes=held_bytes,
         operations=(cost or {}).get("flops"),
-        has_loop=any(has_equation(traced.jaxpr, name) for name in ("scan", "while")),
+        has_loop=has_equation(traced.jaxpr, "scan", "while"),
         trace_seconds=middle - start,
         compile_seconds=end - middle,
     )

@@ -75,7 +75,7 @@ from .active import OFF, Block, active, hooks_suspended, innermost_block, is_rep
 from .host import HostStore
 from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
-from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, PrimitiveFunction, Row, fold, is_number
+from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, Row, fold, is_number
 from .residuals import (
     PackedResiduals,
     Packing,
@@ -118,7 +118,7 @@ def _facts_of(params: dict[str, Any]) -> _Facts:
 
 def _found_facts(params: dict[str, Any]) -> _Facts:
     jaxpr, _ = jaxpr_and_consts(params["jaxpr"])
-    has_loop = has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")
+    has_loop = has_equation(jaxpr, "scan", "while")
     if short_jaxpr(params) is None or any(inner_jaxprs(e.params) for e in jaxpr.eqns):
         return _Facts(False, None, has_loop, _has_rule(jaxpr), is_users(jaxpr))
     rows = [(e, ROWS.get(e.primitive.name, KEPT)) for e in jaxpr.eqns]
@@ -137,7 +137,7 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
 
 
 def _has_rule(jaxpr: Any) -> bool:
-    return any(has_equation(jaxpr, name) for name in _CUSTOM_RULES)
+    return has_equation(jaxpr, *_CUSTOM_RULES)
 
 
 class Operation(NamedTuple):
@@ -195,8 +195,7 @@ class Operation(NamedTuple):
     def expression(self, inputs: Sequence[Any], value: Any) -> Expression | None:
         """Return an expression of the result, or None if backward may never compute it again."""
         if self.row:
-            function = PrimitiveFunction(self.primitive, self.params, typeof(value))
-            return Expression(function, inputs) if self.row.recomputed else None
+            return Expression.of(self.primitive, self.params, inputs, typeof(value)) if self.row.recomputed else None
         if not self.is_jitted or _facts_of(self.params).numbers is None:
             return None
         jaxpr, consts = jaxpr_and_consts(self.params["jaxpr"])
@@ -208,7 +207,7 @@ class Operation(NamedTuple):
                 continue
             if len(e.outvars) > 1 or not ROWS.get(e.primitive.name, KEPT).recomputed:
                 return None
-            known[e.outvars[0]] = Expression(PrimitiveFunction(e.primitive, e.params, e.outvars[0].aval), operands)
+            known[e.outvars[0]] = Expression.of(e.primitive, e.params, operands, e.outvars[0].aval)
         found = known.get(jaxpr.outvars[0])
         return found if isinstance(found, Expression) else None
 
@@ -319,11 +318,11 @@ class HookedOperation(RuleFunction):
             for i, x in self.expressions.items()
         }
         of_operands = {id(args[i]): (args[i], x) for i, x in expressions.items() if i not in self.left_unpacked}
-        left = [(x, x) for x in consts]
+        left, done_left = [(x, x) for x in consts], dict[int, Any]()
         for i in sorted(self.left_unpacked):
             residual = args[i]
             if i in expressions:
-                residual = recomputed(expressions[i], lambda x: None if is_number(x) else x)
+                residual = recomputed(expressions[i], lambda x: None if is_number(x) else x, done_left)
             left.append((args[i], residual))
         origins = _origins_by_id(args, self.origins) | origins
 
@@ -685,8 +684,8 @@ class BlockTrace(PassThroughTrace):
         expression = None
         if len(values) == 1 and operation.primitive:
             if place is Place.OUTSIDE and not self.pair.packs_arguments:
-                function = PrimitiveFunction(operation.primitive, operation.params, typeof(values[0]))
-                expression = Expression(function, self._inputs(args, records))
+                inputs = self._inputs(args, records)
+                expression = Expression.of(operation.primitive, operation.params, inputs, typeof(values[0]))
             elif place is Place.BLOCK and self.pair.recomputes and operation.keeps_nothing(args, self.pair):
                 # In eager mode, this record could be the last reference to an operand of a sum. (The results of other
                 # operations here have one operand, of the same size.)

@@ -119,7 +119,7 @@ class Pair:
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
-        self.is_selective: bool = self.by_name is not None or any(self.predicates())
+        self.is_selective: bool = self.by_name is not None or bool(self.predicates())
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
         self.names = WeakTable()  # for the report: what is kept for a tensor -> the name of the tensor

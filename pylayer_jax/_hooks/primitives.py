@@ -62,6 +62,10 @@ class Expression:
         self.inputs = inputs
         self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Expression)], default=0)
 
+    @staticmethod
+    def of(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> Expression:
+        return Expression(PrimitiveFunction(primitive, params, aval), inputs)
+
 
 # At module level, since a nested function that calls itself is a reference cycle, which would keep arrays alive.
 def fold(

@@ -117,8 +117,7 @@ class Recorder(PassThroughTrace):
         if id(result) in map(id, tracers):  # it computes nothing, but may name the result, as in eager mode
             inputs = [self.expressions[id(result)][1]] if id(result) in self.expressions else ()
         if row and row.recomputed and inputs:
-            function = PrimitiveFunction(primitive, params, typeof(result))
-            self.expressions[id(result)] = result, Expression(function, inputs)
+            self.expressions[id(result)] = result, Expression.of(primitive, params, inputs, typeof(result))
         return result
 
 
@@ -143,9 +142,7 @@ def _count_of_equations(jaxpr: Any) -> float:
 # -- residuals as expressions ----------------------------------------------------------------------------
 
 
-def recomputed(
-    expression: Expression, residual_of: Callable[[Any], Any], done: dict[int, Any] | None = None
-) -> Expression:
+def recomputed(expression: Expression, residual_of: Callable[[Any], Any], done: dict[int, Any]) -> Expression:
     """Return an expression of `residual_of(x)`, or of a constant where that is None, for each value x."""
 
     def of_leaf(x: Any) -> Any:
@@ -264,7 +261,7 @@ class _Remembered(NamedTuple):
     # the tensor again, and so asks `only` again. tests: hooks/test_only.py
     owner: Callable[[], Any]
     residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
-    name: str  # the name of the tensor, if it was not packed
+    name: str  # the name of the tensor, if the pair is selective
 
 
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
@@ -292,7 +289,7 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
             return Expression(strong[-1], inputs)
         return Expression(function, inputs)
 
-    residual = fold(found.residual, of_array, of_residual, {})
+    residual = fold(found.residual, of_array, of_residual)
     return None if [x for x in strong if x is None] else residual
 
 
@@ -396,13 +393,12 @@ class _Packer:
     def _recalled(self, value: Any) -> Any:
         residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
         is_exact = id(value) in self.packing.exact
-        if residual is None:
+        if residual is None or not (self.packing.is_users_rule or is_exact):
+            return residual
+        if any(isinstance(f, PrimitiveFunction) and not f.row.is_move for f in _functions_of(residual)):
             return None
-        computed = [f for f in _functions_of(residual) if isinstance(f, PrimitiveFunction) and not f.row.is_move]
-        if computed and (self.packing.is_users_rule or is_exact):
-            return None
-        is_rounded = any(_known(roundings) for _, roundings in _contents(residual)[0].values())
-        return None if is_exact and is_rounded else residual
+        is_rounded = is_exact and any(_known(roundings) for _, roundings in _contents(residual)[0].values())
+        return None if is_rounded else residual
 
     def _origin_of(self, value: Any) -> Origin:
         return self.packing.origin_of(value, self._index_of(value))
@@ -677,12 +673,12 @@ def _is_packed(residual: Any) -> bool:
 
 def _functions_of(residual: Any) -> list[Any]:
     functions: list[Any] = []
-    fold(residual, lambda _: None, lambda function, _: functions.append(function), {})
+    fold(residual, lambda _: None, lambda function, _: functions.append(function))
     return functions
 
 
 def _known(roundings: Iterable[Rounding]) -> list[Rounding]:
-    """Leave out the errors of hooks of users."""
+    """Leave out errors of users' hooks."""
     return [rounding for rounding in roundings if rounding != UNKNOWN]
 
 

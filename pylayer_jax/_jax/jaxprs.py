@@ -118,9 +118,9 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
-def has_equation(jaxpr: Any, name: str) -> bool:
+def has_equation(jaxpr: Any, *names: str) -> bool:
     return any(
-        e.primitive.name == name or any(has_equation(j, name) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
+        e.primitive.name in names or any(has_equation(j, *names) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
     )
 
 
@@ -281,8 +281,7 @@ def frames_between(outer: Any, inner: Any) -> list[str]:
     functions = [(frame["file"], frame["function"]) for frame in frames]
     rest = _rest([(frame["file"], frame["function"]) for frame in _frames(outer)], functions)
     names = [name for _, function in rest for name in function.rpartition("<locals>.")[2].split(".")]
-    names = [n for n in names if not n.startswith("<") and not (n.startswith("__") and n.endswith("__"))]
-    return [name for name, previous in zip(names, [None, *names], strict=False) if name != previous]
+    return [n for n in names if not n.startswith("<") and not (n.startswith("__") and n.endswith("__"))]
 
 
 def scopes_between(outer: Any, inner: Any) -> list[str]:

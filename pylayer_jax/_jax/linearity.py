@@ -210,9 +210,10 @@ def _cond(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _loop(body: Any, operands: list[Kind], n_consts: int, n_carried: int) -> list[Kind]:
+    jaxpr, _ = jaxpr_and_consts(body)
     consts, carry, rest = operands[:n_consts], operands[n_consts:][:n_carried], operands[n_consts + n_carried :]
     while True:  # until no kind changes: a kind only moves away from ZERO and CONSTANT, to the reason of an error
-        results = evaluate_kinds(jaxpr_and_consts(body)[0], [*consts, *carry, *rest])
+        results = evaluate_kinds(jaxpr, [*consts, *carry, *rest])
         joined = _joined(carry, results[:n_carried])
         if joined == carry:
             return [*carry, *results[n_carried:]]

@@ -7,10 +7,6 @@ function, for example with `jax.vmap`, which records the class of its argument a
 
 from __future__ import annotations
 
-# Names of JAX that may move between versions are imported here. Lint forbids to import them in other modules, which get
-# them from this one. Besides, they use `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util` and `jax.errors`.
-# ruff: noqa: F401
-# pyright: reportUnusedImport=false
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -40,6 +36,48 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
+
+# -- names of JAX that may move between versions ----------------------------------------------------------
+#
+# Lint forbids these imports in other modules. The rest of the package uses `jax`, `jax.numpy`, `jax.lax`,
+# `jax.tree_util`, `jax.errors` and this subpackage.
+
+
+__all__ = [
+    "ClosedJaxpr",
+    "DebugInfo",
+    "Jaxpr",
+    "Literal",
+    "Primitive",
+    "ShapedArray",
+    "SymbolicZero",
+    "Trace",
+    "Tracer",
+    "ad",
+    "batching",
+    "buffer_callback",
+    "checkpoint_name",
+    "convert_element_type_p",
+    "current",
+    "eval_context",
+    "eval_jaxpr",
+    "get_opaque_trace_state",
+    "io_callback",
+    "ir",
+    "jaxprs_in_params",
+    "lower_with_sharding_in_types",
+    "mlir",
+    "partial_eval",
+    "primal_dtype_to_tangent_dtype",
+    "register_exclusion",
+    "set_current_trace",
+    "stablehlo",
+    "summarize",
+    "take_current_trace",
+    "unmapped_aval",
+    "wrap_init",
+]
+
 
 # JAX raises these exceptions if traced code needs a concrete value.
 NEEDS_VALUES = (

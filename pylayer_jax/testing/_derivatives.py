@@ -214,7 +214,7 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
         jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, leaves)), "backward")
     except Exception:  # the function needs concrete values, or fails under jit: other rows tell
         return ""
-    if not any(has_equation(jaxpr, name) for name in _BRANCHES):
+    if not has_equation(jaxpr, *_BRANCHES):
         return ""
 
     @jax.jit

@@ -146,12 +146,6 @@ class Paddle(Framework):
     def asarray(self, value: Any, dtype: Any) -> Any:
         return self.to_tensor(value, dtype=dtype)
 
-    def var(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
-        return x.var(axis, unbiased=False, keepdim=keepdims)
-
-    def mean(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
-        return x.mean(axis, keepdim=keepdims)
-
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
         """Compute a vjp by `backward`, because paddle.grad inside paddle.grad ends the process."""
         args = [self.leaf(x) for x in args]
