@@ -721,7 +721,7 @@ class _Position(NamedTuple):
 
 def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Expression], Values]:
     """Return the expressions of operands, with positions for values, and the further values among these."""
-    operands, expressions = list(args), dict[int, Expression]()
+    operands = list(args)
     position_of: dict[int, _Position] = {}
     for i, x in enumerate(args):
         position_of.setdefault(id(x), _Position(i))
@@ -734,11 +734,12 @@ def _expressions(args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[d
             operands.append(x)
         return position_of[id(x)]
 
+    given = [record.expression for record in records]
+    # A list, since `done` has ids of all of them: of an expression that is gone, the next one could have the id.
+    # tests: test_operands_of_conditionals
+    found = given if is_staging() else [x and _revived(x) for x in given]
     done: dict[int, Any] = {}
-    for i, record in enumerate(records):
-        found = record.expression if record.expression is None or is_staging() else _revived(record.expression)
-        if found is not None:
-            expressions[i] = fold(found, position, done=done)
+    expressions = {i: fold(x, position, done=done) for i, x in enumerate(found) if x is not None}
     return expressions, operands[len(args) :]
 
 

@@ -504,3 +504,15 @@ def test_a_block_in_the_body_of_a_scan_keeps_as_little_as_one_around_it():
     hooks, w, x = cast_saved(arguments=True), jnp.eye(SIZE) * 0.9, jnp.ones((SIZE, SIZE))
     around, within = hooks(recurrent(step, 16)), recurrent(in_block(hooks, step), 16)
     assert temporary_bytes(within, w, x) <= temporary_bytes(around, w, x) * 1.02
+
+
+@pytest.mark.parametrize("make", [recompute_saved, save_on_cpu, cast_saved, quantize_saved])
+def test_operands_of_conditionals(make):
+    def branch(x, w):
+        return jnp.tanh(x @ w)
+
+    def loss(ws, x):
+        return jnp.mean(jax.lax.cond(x[0, 0] < 1e9, branch, lambda x, w: x, x, ws[0]) ** 2)
+
+    ws, x = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 2, jax.random.normal(jax.random.key(1), (8, 8))
+    assert error(jax.grad(make()(loss), 1)(ws, x), jax.grad(loss, 1)(ws, x)) < 0.05
