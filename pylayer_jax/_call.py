@@ -180,6 +180,9 @@ class LayerCall:
         ]
         if not [c for c in cotangents if c is not None]:
             return [None] * len(arguments.types)
+        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        if layer.host == "forward":
+            cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
         given = outputs.cotangents(
             _conjugated(cotangents) if is_conjugated else cotangents, kept.materialize, layer._torch_convention
@@ -189,7 +192,6 @@ class LayerCall:
         # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
         # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
-        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         # JAX may transpose a `backward` under @once_differentiable, whose error the undecorated method does not raise.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         if layer.host is True:

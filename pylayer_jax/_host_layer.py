@@ -61,6 +61,7 @@ LayerCall = Any  # the class in `_call.py`, which imports this module
 
 MOST_HELD = 1024  # contexts of one place; a test sets it to 0
 _MOST_EXAMPLES: Final = 64  # of one class, since each call may pass a new lambda
+_NUMBER: Final = "_number"  # an attribute of ctx with host = "forward"
 _store = HostStore()  # of all layers
 
 
@@ -157,7 +158,7 @@ class _Place(HeldObjects):
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
         """Hold the context of a run. Return the numbers of the place and of the run; of a batch, of each example."""
         numbers = np.array([new_number() for _ in range(device.size)], np.uint32).reshape(device.shape)
-        if numbers.size:
+        if numbers.size and self.call.layer.host is True:
             self.put(int(numbers.flat[0]), (numbers, run.context), int(device.flat[0]))
         return np.stack([np.full_like(numbers, self.number), numbers], -1)
 
@@ -310,33 +311,44 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
     if any(map(is_tracer, tensors)):
         example = _example_of(place)
 
-        def run(device: np.ndarray, *arrays: np.ndarray, holds: bool = is_held) -> list[np.ndarray]:
+        def run(device: np.ndarray, *arrays: np.ndarray, holds: bool = True) -> list[np.ndarray]:
             found = place.run(arrays)
             values = example.values_of(found, device.shape)
             return [*values, place.hold(found, device)] if holds else values
 
-        numbers = [ShapedArray((2,), np.dtype(np.uint32))] * is_held
-        without_number = functools.partial(run, holds=False) if is_held else None
-        found, device = _bind(call, "forward", run, [*example.arrays, *numbers], tensors, without_last=without_number)
+        types = [*example.arrays, ShapedArray((2,), np.dtype(np.uint32))]
+        without_number = functools.partial(run, holds=False)
+        (*values, number), device = _bind(call, "forward", run, types, tensors, without_last=without_number)
         # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
         names = call.layer.saved_names
-        name = call.checkpoint_name_of(0) if names is True else next(filter(None, names), None)
-        if is_held and name:
-            found = [checkpoint_name(x, name) for x in found]
-        values, number = found[: len(example.arrays)], with_varying_axes(found[-1], typeof(device))
+        if name := call.checkpoint_name_of(0) if names is True else next(filter(None, names), None):
+            values = [checkpoint_name(x, name) for x in values] if is_held else values
+            number = checkpoint_name(number, name)
+        number = with_varying_axes(number, typeof(device)) if is_held else number
     else:
         example = place.run(tensors)
-        values, number = as_arrays(example.arrays), tuple(place.hold(example, np.array(0)).tolist())
+        values, number = as_arrays(example.arrays), None
+        if is_held:
+            number = tuple(place.hold(example, np.array(0)).tolist())
     state.marked += select(values, example.marked)
     state.materialize = example.materialize
     saved, attributes = tensors, {"place": place, "number": number}
     if not is_held:
         saved, attributes = example.context.fill([*tensors, *values])
+        attributes = {**attributes, _NUMBER: number}
     if saved is not None:
         ctx.save_for_backward(*saved)
     for name, value in attributes.items():
         setattr(ctx, name, value)
     return example.skeleton.fill(values)
+
+
+def depending_on_run(ctx: Any, cotangents: Sequence[Any]) -> list[Any]:
+    """Return the same cotangents, computed from the number of the run of `forward`, which goes from `ctx`."""
+    # Otherwise XLA drops a `forward` of which `backward` reads no output. Then no code compares what the run keeps with
+    # what the example keeps. tests: test_what_a_dropped_run_keeps_is_compared
+    number = vars(ctx).pop(_NUMBER)  # None if `forward` ran on concrete arrays
+    return [c if c is None or number is None else jnp.where(jnp.any(number), c, 0) for c in cotangents]
 
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:

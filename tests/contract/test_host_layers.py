@@ -477,6 +477,46 @@ def test_outputs_that_differ_between_runs(name, host, transform):
     assert "output" in text
 
 
+KEPT_OF_LARGE = {
+    "another input": lambda ctx, x, w, big: ctx.save_for_backward(x if big else w),
+    "another output": lambda ctx, x, w, big: ctx.save_for_backward(w, *[ctx.y] * big),
+    "a value": lambda ctx, x, w, big: setattr(ctx, "is_big", big),  # the static argument is False too
+    "an attribute": lambda ctx, x, w, big: big and setattr(ctx, "x", x),
+    "mark": lambda ctx, x, w, big: ctx.mark_non_differentiable(*[ctx.y] * big),
+    "flag": lambda ctx, x, w, big: ctx.set_materialize_grads(not big),
+}
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad, lambda f: jax.grad(jax.checkpoint(f)), jax.vmap])
+@pytest.mark.parametrize("kept", KEPT_OF_LARGE)
+def test_what_a_dropped_run_keeps_is_compared(kept, transform):
+    # No code reads the output, so that XLA would drop the call.
+    def forward(ctx, x, w, static):
+        y, big = x * w, bool(np.max(x) > 50)
+        ctx.y = y
+        KEPT_OF_LARGE[kept](ctx, x, w, big)
+        return y
+
+    made = layer(forward, lambda ctx, dy: (dy, None), host="forward", name="Odd")
+    f = lambda x: made.apply(x, jnp.full(3, 2.0), False).sum()  # noqa: E731
+    run = jax.jit(jax.vmap(jax.grad(f)) if transform is jax.vmap else lambda x: transform(f)(x[0]))
+    assert jax.tree.leaves(run(jnp.ones((1, 3))))[-1].ravel().tolist() == [1, 1, 1]
+    assert "Odd.forward" in error_of(run, jnp.full((1, 3), 99.0))
+
+
+@EAGER_AND_JIT
+def test_an_output_that_is_changed_after_ctx_kept_it_is_another_value(mode):
+    def forward(ctx, x):
+        y = np.sin(x)
+        ctx.save_for_backward(y)
+        y *= 2
+        return y
+
+    text = error_of(mode(jax.grad(loss(layer(forward, host="forward", name="Twice")))), X)
+    assert "Twice.forward, ctx.save_for_backward" in text
+    assert "another output" in text
+
+
 @EAGER_AND_JIT
 def test_marks_and_flags_are_those_of_forward(mode):
     seen = []
