@@ -21,6 +21,8 @@ import contextlib
 import functools
 import inspect
 import itertools
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
@@ -59,7 +61,9 @@ from ._trees import Skeleton, contains, split
 
 LayerCall = Any  # the class in `_call.py`, which imports this module
 
-MOST_HELD = 1024  # contexts of one place; a test sets it to 0
+MOST_BYTES = 2**30  # of the contexts of one place, each of which counts for at least `_SIZE`
+_SIZE: Final = 2**20
+SECONDS = 5  # after which an example is slow
 _MOST_EXAMPLES: Final = 64  # of one class, since each call may pass a new lambda
 _NUMBER: Final = "_number"  # an attribute of ctx with host = "forward"
 _store = HostStore()  # of all layers
@@ -129,7 +133,7 @@ class _Place(HeldObjects):
     """One application of a layer: runs `forward` and `backward` on NumPy arrays, and holds contexts."""
 
     def __init__(self, call: LayerCall, needs: tuple[bool, ...]) -> None:
-        super().__init__(_store, MOST_HELD)
+        super().__init__(_store, MOST_BYTES)
         self.call, self.number = call, new_number()
         self.needs = needs  # the `needs_input_grad` of `forward`
 
@@ -159,7 +163,11 @@ class _Place(HeldObjects):
         """Hold the context of a run. Return the numbers of the place and of the run; of a batch, of each example."""
         numbers = np.array([new_number() for _ in range(device.size)], np.uint32).reshape(device.shape)
         if numbers.size and self.call.layer.host is True:
-            self.put(int(numbers.flat[0]), (numbers, run.context), int(device.flat[0]))
+            arrays, rest = run.context
+            # The size of another object, such as a factorization, is unknown.
+            is_known = all(isinstance(x, (int, float, complex, str, np.generic, type(None))) for x in rest.statics())
+            size = sum(x.nbytes for x in arrays) + (_SIZE if is_known else 16 * _SIZE)
+            self.put(int(numbers.flat[0]), (numbers, run.context), int(device.flat[0]), size)
         return np.stack([np.full_like(numbers, self.number), numbers], -1)
 
     def gradients(
@@ -233,7 +241,7 @@ def _make_example(place: _Place) -> _Run:
         types = [np.asarray(x) if _is_output(x) else x for x in leaves]
         return _Run(skeleton, types, [False] * len(types), True, None).example()
     try:
-        with eval_context(), np.errstate(all="ignore"):
+        with eval_context(), np.errstate(all="ignore"), _warning_if_slow(call):
             example = place.run(_example_arrays(call)).example()
             if not example.arrays:
                 raise ValueError(f"it returned {example.shown() or None}: expected at least one array or number.")
@@ -250,17 +258,37 @@ def _make_example(place: _Place) -> _Run:
         raise
 
 
+@contextlib.contextmanager
+def _warning_if_slow(call: LayerCall) -> Generator[None]:
+    # Code that never ends would hang in silence. (No thread can warn while C code holds the lock of Python.)
+    message = (
+        f"{call.name}.forward has run for {SECONDS} seconds on example arrays (random numbers from 0 to 1, unless the "
+        "class has a method example), which show the types of the results. If it does not end, add to the class: "
+        "@staticmethod def example(x): return ... It gets the arguments of apply, and returns other arrays. With "
+        "host = True, you may instead declare the results: @staticmethod def result_types(x): return "
+        "jax.ShapeDtypeStruct(x.shape, x.dtype)."
+    )
+    timer = threading.Timer(SECONDS, warnings.warn, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
     function = getattr(call.layer, method)
     return call.arguments.call(method, lambda _, *args, **kwargs: function(*args, **kwargs), None, tensors)
 
 
 def _example_arrays(call: LayerCall) -> list[np.ndarray]:
-    """Return random numbers (zeros for integers) for the tensors of the call, or the result of `example`."""
+    """Return random numbers from 0 to 1 (zeros for integers) for the tensors, or the result of `example`."""
+    # Code that takes a logarithm, or distances in a graph, fails or never ends on negative numbers.
     rng, arrays = np.random.default_rng(0), list[np.ndarray]()
     for t in call.arguments.types:
-        imaginary = 1j * rng.standard_normal(t.shape) if jnp.issubdtype(t.dtype, np.complexfloating) else 0
-        arrays.append(np.asarray((rng.standard_normal(t.shape) + imaginary) * has_tangent(t)).astype(t.dtype))
+        imaginary = 1j * rng.random(t.shape) if jnp.issubdtype(t.dtype, np.complexfloating) else 0
+        arrays.append(np.asarray((rng.random(t.shape) + imaginary) * has_tangent(t)).astype(t.dtype))
     if not hasattr(call.layer, "example"):
         return arrays
     result = _call_static(call, "example", arrays)
@@ -327,9 +355,11 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         number = with_varying_axes(number, typeof(device)) if is_held else number
     else:
         example = place.run(tensors)
-        values, number = as_arrays(example.arrays), None
-        if is_held:
-            number = tuple(place.hold(example, np.array(0)).tolist())
+        number = tuple(place.hold(example, np.array(0)).tolist()) if is_held else None
+        if hasattr(call.layer, "result_types"):  # a staged call has to return the same
+            declared = _example_of(place)
+            example = declared._replace(arrays=declared.values_of(example, ()))
+        values = as_arrays(example.arrays)
     state.marked += select(values, example.marked)
     state.materialize = example.materialize
     saved, attributes = tensors, {"place": place, "number": number}

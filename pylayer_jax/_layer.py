@@ -247,9 +247,9 @@ class PyLayer:
         host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
             and the other transformations. `ctx` may keep any object: it stays on the host. "forward" if `backward` is
             JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a run of
-            `forward` on example arrays: random numbers (and zeros for integers), or the result of a static method
-            `example(*args)`. They come without a run from a static method `result_types(*args)`, which gets and returns
-            `jax.ShapeDtypeStruct` objects in place of arrays.
+            `forward` on example arrays: random numbers from 0 to 1, zeros for integers, or the result of a static
+            method `example(*args)`. They come without a run from a static method `result_types(*args)`, which gets and
+            returns `jax.ShapeDtypeStruct` objects in place of arrays.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
         generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True only forbids a `vmap` method.

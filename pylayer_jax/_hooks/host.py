@@ -86,28 +86,31 @@ def store_of(key: Any) -> HostStore:
 
 
 class HeldObjects:
-    """The objects, at most `limit`, that the host holds for one place in a program: see NOTE [held objects]."""
+    """The last object, and others up to `limit` bytes in all, of one place in a program: see NOTE [held objects]."""
 
     def __init__(self, store: HostStore, limit: float = math.inf) -> None:
-        self.objects: dict[int, Any] = {}  # number -> object, the oldest first
+        self.objects: dict[int, tuple[Any, int]] = {}  # number -> (object, its size), the oldest first
         self.read_by: dict[int, set[int]] = {}  # device -> the numbers that the device has read
         self.store = store  # kept alive, so that a later equal pair can close the store
         self._limit = limit
         with _lock:
             store.places.add(self)
 
-    def put(self, number: int, value: Any, device: int) -> None:
+    def put(self, number: int, value: Any, device: int, size: int = 0) -> None:
         with _lock:
             dropped = [self.objects.pop(number, None) for number in self.read_by.pop(device, ())]
-            self.objects[number] = value
-            while len(self.objects) > self._limit:
-                dropped.append(self.objects.pop(next(iter(self.objects))))
+            self.objects[number] = value, size
+            excess = sum(size for _, size in self.objects.values()) - self._limit if self._limit < math.inf else 0
+            while excess > 0 and len(self.objects) > 1:
+                oldest = self.objects.pop(next(iter(self.objects)))
+                excess -= oldest[1]
+                dropped.append(oldest)
         del dropped  # release the objects outside the lock, since their finalizers may run any code
 
     def get(self, number: int, device: int) -> Any:
         with _lock:
             self.read_by.setdefault(device, set()).add(number)
-            return self.objects[number]
+            return self.objects[number][0]
 
 
 def call_on_host(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
+import warnings
 import weakref
 
 import jax
@@ -13,6 +16,7 @@ import scipy.linalg
 import scipy.optimize
 import scipy.signal
 import scipy.sparse
+import scipy.sparse.csgraph
 import scipy.sparse.linalg
 
 from pylayer_jax import Function, PyLayer, _host_layer, once_differentiable, saved_tensors_report
@@ -176,6 +180,29 @@ def tanh_of_a_batch(info, in_dims, x):
 
 
 case(jnp.tanh, X)(layer(saving_output(np.tanh), base=Tanh, name="OwnVmap", host=True, vmap=tanh_of_a_batch))
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("axes", [(None, 0), (None, 1), (0, None), (1, 0)])
+@pytest.mark.parametrize("host", [True, "forward"])
+def test_a_vmap_method_with_shared_arguments(host, axes, mode):
+    seen = []
+
+    def batch(info, in_dims, x, y):
+        seen.append((in_dims, x.shape, y.shape))
+        x, y = (v if d is None else np.moveaxis(v, d, 0) for v, d in zip((x, y), in_dims, strict=True))
+        return x - 2 * y, 0
+
+    made = layer(lambda ctx, x, y: x - 2 * y, lambda ctx, d: (d, -2 * d), host=host, vmap=batch)
+    args = [grid(3) if axis is None else grid(3, 3) + 1 for axis in axes]
+    f = jax.vmap(made.apply, axes)
+    expected = jax.vmap(lambda x, y: x - 2 * y, axes)
+    np.testing.assert_allclose(mode(f)(*args), expected(*args))
+    assert seen == [(axes, *(x.shape for x in args))]
+    weights = grid(3, 3)
+    ours, theirs = (mode(jax.grad(lambda *xs, f=f: jnp.sum(f(*xs) * weights), (0, 1)))(*args) for f in (f, expected))
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 # -- objects on ctx -------------------------------------------------------------------------------
@@ -353,11 +380,40 @@ def test_result_types_declares_the_outputs_without_a_run():
         assert runs == []
     np.testing.assert_allclose(lowered.compile()(X), jnp.exp(X), rtol=1e-6)
     wrong = host_layer(lambda ctx, x: (x, None), result_types=lambda x: (x, x), name="Pair")
-    text = error_of(jax.jit(lambda x: wrong.apply(x)[0]), X)
-    for part in ("Pair.forward", "output[0]", "output[1]", "result_types"):
-        assert part in text
+    for mode in (jax.jit, lambda f: f, jax.grad):  # an eager run has to return what is declared, too
+        text = error_of(mode(lambda x: wrong.apply(x)[0].sum()), X)
+        for part in ("Pair.forward", "output[0]", "output[1]", "result_types"):
+            assert part in text
     with pytest.raises(TypeError, match="result_types"):
         layer(lambda ctx, x: x, host="forward", result_types=lambda x: x)
+
+
+DECLARED = {  # what forward returns where result_types declares {"y": float16[3]}; None stands for an error
+    "same kind of dtype": (lambda x: {"y": x}, "float16"),
+    "number type": (lambda x: {"y": x.astype(np.int64)}, "float16"),
+    "kind of dtype": (lambda x: {"y": x * 1j}, None),
+    "shape": (lambda x: {"y": x[:2]}, None),
+    "key": (lambda x: {"z": x}, None),
+    "container": (lambda x: [x], None),
+    "one more": (lambda x: {"y": x, "z": x}, None),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_is_declared_holds_in_every_mode(name, mode):
+    result, dtype = DECLARED[name]
+    made = host_layer(
+        lambda ctx, x: result(x), result_types=lambda x: {"y": jax.ShapeDtypeStruct(x.shape, "float16")}, name="Half"
+    )
+    x = jnp.array([0.5, 1.0, 2.0])
+    for run in (mode(made.apply), lambda x: jax.vjp(mode(made.apply), x)[0]):
+        if dtype:
+            assert run(x)["y"].dtype == dtype
+        else:
+            text = error_of(run, x)
+            assert "Half.forward" in text
+            assert "result_types" in text
 
 
 @modes
@@ -657,6 +713,30 @@ def test_an_example_that_raises_says_how_to_give_another():
     assert "float32[4, 4]" in error_of(factor, jnp.eye(4))
 
 
+def test_distances_in_a_graph_need_no_example():
+    def forward(ctx, w):
+        assert np.all(w >= 0)  # on negative numbers, SciPy does not end
+        return scipy.sparse.csgraph.dijkstra(w)
+
+    made = host_layer(forward, lambda ctx, d: None)
+    w = jnp.array([[0.0, 1, 9], [1, 0, 2], [9, 2, 0]])
+    assert jax.jit(made.apply)(w).tolist() == [[0, 1, 3], [1, 0, 2], [3, 2, 0]]
+
+
+def test_an_example_that_does_not_end_is_named(monkeypatch):
+    monkeypatch.setattr(_host_layer, "SECONDS", 0.01)
+    ends = threading.Event()
+    made = host_layer(lambda ctx, x: (ends.wait(0.2), x)[1], name="Slow")
+    with pytest.warns(UserWarning, match=r"Slow\.forward(?s:.*)example(?s:.*)result_types"):
+        jax.jit(made.apply)(X)
+    ends.set()
+    monkeypatch.setattr(_host_layer, "SECONDS", 0.4)
+    with warnings.catch_warnings(record=True) as found:
+        jax.jit(layer(base=made, name="Quick").apply)(X)
+        time.sleep(0.5)
+    assert not found
+
+
 def test_a_result_of_another_shape_names_both():
     text = error_of(jax.jit(host_layer(lambda ctx, x: x[x < 50], name="Small").apply), jnp.array([1.0, 99.0]))
     assert "Small.forward" in text
@@ -769,14 +849,24 @@ def test_a_late_or_second_backward_runs_forward_again():
     assert runs == ["forward", "backward"]
 
 
-def test_the_number_of_held_contexts_is_bounded(monkeypatch):
-    monkeypatch.setattr(_host_layer, "MOST_HELD", 5)
-    made, alive = keeping()
-    f = jax.jit(loss(made))
+@pytest.mark.parametrize("n_held", [5, 2, 1])
+@pytest.mark.parametrize(("kept", "mebibytes"), [(lambda: {"all": [np.zeros(2**18), 2]}, 3), (lambda: Held(1), 16)])
+def test_the_bytes_of_held_contexts_are_bounded(kept, mebibytes, n_held, monkeypatch):
+    # A context counts as its arrays and 1 MiB, or 16 MiB if it keeps an object of unknown size; the last one is held.
+    monkeypatch.setattr(_host_layer, "MOST_BYTES", ((n_held + 0.5) * mebibytes * 2**20) * (n_held > 1))
+    runs = []
+
+    def forward(ctx, x):
+        runs.append(1)
+        ctx.kept, ctx.y = kept(), np.exp(x)
+        return np.exp(x)
+
+    f = jax.jit(loss(host_layer(forward, lambda ctx, dy: dy * ctx.y)))
     waiting = [(x, jax.vjp(f, x)[1]) for x in jnp.arange(8.0)]
-    assert held_by(alive) == 5
+    runs.clear()
     for x, pullback in waiting:
         np.testing.assert_allclose(pullback(1.0)[0], jnp.exp(x), rtol=1e-6)
+    assert len(runs) == 8 - n_held
 
 
 IN_A_BLOCK = {"no block": lambda f: f, "8 bits": quantize_saved(8, block_size=2)}
@@ -793,7 +883,7 @@ def test_a_gradient_does_not_depend_on_what_is_held(transform, block, monkeypatc
         return FIRST_ORDER[transform](f, (W, R3))
 
     held = gradient()
-    monkeypatch.setattr(_host_layer, "MOST_HELD", 0)
+    monkeypatch.setattr(_host_layer._Place, "put", lambda *args: None)
     for ours, again in zip(jax.tree.leaves(held), jax.tree.leaves(gradient()), strict=True):
         np.testing.assert_array_equal(ours, again)
 
