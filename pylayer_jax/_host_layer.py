@@ -353,6 +353,8 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
             values = [checkpoint_name(x, name) for x in values] if is_held else values
             number = checkpoint_name(number, name)
         number = with_varying_axes(number, typeof(device)) if is_held else number
+        # As a key, the number is no tensor that hooks get. tests: test_hooks_do_not_get_the_number_of_a_run
+        number = jax.random.wrap_key_data(number, impl="threefry2x32")
     else:
         example = place.run(tensors)
         number = tuple(place.hold(example, np.array(0)).tolist()) if is_held else None
@@ -377,8 +379,10 @@ def depending_on_run(ctx: Any, cotangents: Sequence[Any]) -> list[Any]:
     """Return the same cotangents, computed from the number of the run of `forward`, which goes from `ctx`."""
     # Otherwise XLA drops a `forward` of which `backward` reads no output. Then no code compares what the run keeps with
     # what the example keeps. tests: test_what_a_dropped_run_keeps_is_compared
-    number = vars(ctx).pop(_NUMBER)  # None if `forward` ran on concrete arrays
-    return [c if c is None or number is None else jnp.where(jnp.any(number), c, 0) for c in cotangents]
+    number = vars(ctx).pop(_NUMBER)
+    if number is None:  # `forward` ran on concrete arrays
+        return [*cotangents]
+    return [None if c is None else jnp.where(jnp.any(jax.random.key_data(number)), c, 0) for c in cotangents]
 
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
@@ -392,7 +396,8 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
         perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
         fixed = forbid_derivative(select(tensors, perturbed), lambda: once_differentiable_error(call.layer))
         types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
-        number = np.asarray(ctx.number, np.uint32) if isinstance(ctx.number, tuple) else ctx.number
+        is_eager = isinstance(ctx.number, tuple)
+        number = np.asarray(ctx.number, np.uint32) if is_eager else jax.random.key_data(ctx.number)
         values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, tensors), [number])
     else:
         values = as_arrays(run(np.array(0), np.array(ctx.number, np.uint32), *map(np.asarray, tensors)))

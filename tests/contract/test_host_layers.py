@@ -19,14 +19,14 @@ import scipy.sparse
 import scipy.sparse.csgraph
 import scipy.sparse.linalg
 
-from pylayer_jax import Function, PyLayer, _host_layer, once_differentiable, saved_tensors_report
+from pylayer_jax import Function, PyLayer, _host_layer, once_differentiable, saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from pylayer_jax.testing import check_layer, gradcheck
 from tests.checkers.wrong_layers import all_but
 from tests.hooks.spy import Held
 from tests.kit.case import R3, Case, W, X, grid
 from tests.kit.layers import Tanh, layer, loss, text_of
-from tests.kit.modes import EAGER_AND_JIT, MODES, modes
+from tests.kit.modes import EAGER_AND_JIT, MODES, STAGED, modes
 from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, assert_same, expected, scalar
 
 CASES: dict[str, Case] = {}
@@ -1011,6 +1011,19 @@ def test_packers_pack_what_a_host_layer_keeps(hooks):
     np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.expm1(x) * 0.1)))(X), rtol=0.05, atol=2e-3)
     packed = saved_tensors_report(hooks(lambda x: jnp.sum(Expm1.apply(jnp.sin(x)))), X)
     assert "Expm1" in str(packed)
+
+
+@pytest.mark.parametrize("staged", ["jit", "scan", "fori_loop", "checkpoint"])  # hooks get the index of a cond
+@pytest.mark.parametrize("made", [Expm1, ForwardTanh], ids=["host", "forward"])
+def test_hooks_do_not_get_the_number_of_a_run(made, staged):
+    seen = set()
+    hooks = saved_tensors_hooks(
+        lambda x: seen.add(x.dtype.name) or x.astype(jnp.bfloat16), lambda x: x.astype(jnp.float32)
+    )
+    f = STAGED[staged](lambda x: made.apply(x * 0.1))
+    ours, theirs = (jax.grad(lambda x, g=g: g(x).sum())(X) for g in (hooks(f), f))
+    np.testing.assert_allclose(ours, theirs, rtol=0.05)
+    assert "uint32" not in seen
 
 
 def test_the_checkers_take_them():
