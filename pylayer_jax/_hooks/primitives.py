@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.traces import is_tracer
-from pylayer_jax._jax.types import typeof, unchecked, varying_over
+from pylayer_jax._jax.types import typeof, unchecked
 
 JITTED: Final = ("jit",)
 MOST_EQUATIONS: Final = 32  # of an expression, and of a jitted function that is looked into
@@ -105,8 +105,6 @@ class PrimitiveFunction(NamedTuple):
 
     @unchecked
     def __call__(self, *operands: Any) -> Any:
-        if self.primitive.name == "pvary":  # in jax 0.10, what a shard_map keeps varies already
-            return varying_over(frozenset(self.params["axes"]), operands[0])
         result = self.primitive.bind(*operands, **self.params)
         # A jitted function that computes a view of a value from outside the block returns a list.
         return result[0] if self.primitive.multiple_results else result

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from .jaxprs import is_literal, jaxpr_and_consts, lower_jaxpr, stage
+from .jaxprs import is_literal, jaxpr_and_consts, stage
 from .rule_function import (
     Outputs,
     RuleFunction,
@@ -40,6 +40,7 @@ from .traces import (
     eval_jaxpr,
     ir,
     lower_with_sharding_in_types,
+    mlir,
     partial_eval,
     set_current_trace,
     stablehlo,
@@ -191,10 +192,9 @@ class Identity(RuleFunction):
 
     # JAX searches the jaxprs in parameters several times while it lowers a program. To save time, this one has none.
     is_opaque = True
-    values: Callable[[Any], Any] = list  # returns the operands
 
     def __init__(self, types: Sequence[Any]) -> None:
-        self.jaxpr = _jaxpr(self.name, self.values, tuple(types))
+        self.jaxpr = _jaxpr(self.name, tuple(types))
 
     def of(self, types: Sequence[Any]) -> Identity:
         return type(self)(types)
@@ -216,20 +216,20 @@ class Identity(RuleFunction):
 
 
 @functools.lru_cache(maxsize=1024)
-def _jaxpr(name: str, values: Callable[[Any], Any], types: tuple[Any, ...]) -> Any:
-    return stage(lambda *xs: (values(xs), None), types, name)[0]
+def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
+    return stage(lambda *xs: (xs, None), types, name)[0]
 
 
 class Barrier(Identity):
     """An identity across which XLA optimizes nothing. It computes all operands before it uses any."""
 
     name = "barrier"
-    values = staticmethod(jax.lax.optimization_barrier)
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        # The jaxpr has no barrier: in jax 0.10, all results vary if an operand does. tests: devices/test_shard_map.py
         if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
-            return lower_jaxpr(context, self.jaxpr, *args)
-        # Lowering the jaxpr, which has one equation, takes ten times as many Python calls.
+            return mlir.lower_fun(lambda *xs: jax.lax.optimization_barrier(xs), True)(context, *args)
+        # `mlir.lower_fun` takes many times as many Python calls.
         values = stablehlo.OptimizationBarrierOp(args).results
         if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
             return values
