@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._call import LayerCall
 from ._context import ForwardResult
@@ -99,6 +98,7 @@ def _remember(
     to every bwd rule. But the runs may differ: hooks may return other objects, and `forward` may keep another value of
     a `jax.Ref`. Therefore, if JAX stages the call, each run has a number, which the bwd rule reads from the shape
     `(number, 0)` of an additional residual. This residual takes no memory. tests: test_several_runs.py
+    It is no constant: in a derivative of a `jax.checkpoint` with a tuple for `prevent_cse`, JAX does not count those.
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
     maps = traced_call.maps
@@ -109,7 +109,7 @@ def _remember(
             "time; or differentiate inside jit: jax.jit(jax.grad(f))."
         )
     maps.append(linear)
-    number = [np.zeros((len(maps) - 1, 0), np.bool)] if traced_call.is_deferred else []
+    number = [jax.lax.broadcast(False, (len(maps) - 1, 0))] if traced_call.is_deferred else []
     return tuple(outputs), (traced_call, *residuals, *number)
 
 
