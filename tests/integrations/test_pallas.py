@@ -110,14 +110,16 @@ def tanh_forward(ctx, x):
 
 
 Tanh = layer(tanh_forward, lambda ctx, dy: TanhSlope.apply(*ctx.saved_tensors, dy))
+# JAX cannot transpose the kernel in `backward`, so forward mode needs a `jvp`.
+TanhBothWays = layer(base=Tanh, jvp=lambda ctx, dx: TanhSlope.apply(*ctx.saved_tensors, dx))
 
 
 # -- layers and transforms ------------------------------------------------------------------------
 
 # Within shard_map, JAX asks each kernel over which axes its outputs vary.
-FIRST, SECOND = (
+FIRST, SECOND, MIXED = (
     {k: f for k, f in table.items() if k not in SLOW | COVERED and "shard_map" not in k}
-    for table in (FIRST_ORDER, SECOND_ORDER)
+    for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
 )
 
 
@@ -133,6 +135,12 @@ def test_second_derivatives(transform):
     assert_same(transform(loss_of(Tanh.apply), (X,)), jax.jit(lambda x: transform(f, (x,)))(X))
     with pytest.raises((ValueError, TypeError)):  # a kernel without a rule
         transform(loss_of(CrossEntropy.apply), (LOGITS, LABELS))
+
+
+@pytest.mark.parametrize("transform", MIXED.values(), ids=MIXED)
+def test_forward_over_reverse_of_a_layer_with_a_jvp(transform):
+    f = loss_of(jnp.tanh)
+    assert_same(transform(loss_of(TanhBothWays.apply), (X,)), jax.jit(lambda x: transform(f, (x,)))(X))
 
 
 @pytest.mark.parametrize(("layer", "args"), [(Tanh, (X,)), (CrossEntropy, (LOGITS, LABELS))])
