@@ -120,7 +120,8 @@ def train(
     parameters = jax.jit(new_parameters)(jax.random.key(seed))
     trained = parameters, jax.jit(optimizer.init)(parameters)
     rng = np.random.default_rng(seed)
-    for _ in (bar := tqdm(range(epochs), desc=title, unit="epoch", disable=title is None)):
+    # `disable=None`: no bar where the output is a file or a pipe
+    for _ in (bar := tqdm(range(epochs), desc=title, unit="epoch", disable=None if title else True)):
         batches = rng.permutation(len(images))[: steps * BATCH].reshape(steps, BATCH)
         trained, values = epoch(trained, batches, images, labels)
         bar.set_postfix(loss=f"{float(values[-1]):.4f}")
