@@ -149,11 +149,13 @@ class _Dict:
     def flatten_up_to(self, tree: Any) -> list[Any]:
         if tree is None:
             return [None] * sum(child.size for child in self.children)
-        if not isinstance(tree, dict) or tree.keys() != set(self.keys):
+        # A key that holds no tensor may be left out.
+        needed = [key for key, child in zip(self.keys, self.children, strict=True) if child.size]
+        if not isinstance(tree, dict) or not set(needed) <= tree.keys() <= set(self.keys):
             got = list(tree) if isinstance(tree, dict) else f"a {type(tree).__name__}"
-            raise ValueError(f"Expected a dict with the keys {self.keys}, got {got}.")
+            raise ValueError(f"Expected a dict with the keys {needed}, got {got}.")
         pairs = zip(self.keys, self.children, strict=True)
-        return [x for key, child in pairs for x in child.flatten_up_to(tree[key])]
+        return [x for key, child in pairs if key in tree for x in child.flatten_up_to(tree[key])]
 
     def paths(self) -> list[tuple[str, Any]]:
         pairs = zip(self.keys, self.children, strict=True)
@@ -170,8 +172,11 @@ def _tuple_of(count: int) -> Skeleton:
 
 
 def _is_dict(_: Any, node: Any) -> bool:
-    # JAX keeps the key order of an OrderedDict, and treats other subclasses of dict as leaves.
-    return type(node) is dict or type(node) is collections.defaultdict
+    return type(node) in (
+        dict,
+        collections.defaultdict,
+        collections.OrderedDict,
+    )  # for JAX, other subclasses are leaves
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:

@@ -102,14 +102,15 @@ DEFAULT = functools.partial(collections.defaultdict, list)
 
 
 @pytest.mark.parametrize("kind", [dict, DEFAULT, collections.OrderedDict], ids=["dict", "defaultdict", "OrderedDict"])
-def test_the_keys_of_a_dict_need_not_be_sortable(kind):
+@pytest.mark.parametrize("statics", [{"static": None}, {}], ids=["", "left out"])  # a key that holds no tensor
+def test_the_keys_of_a_dict_need_not_be_sortable(kind, statics):
     def forward(ctx, mixed):
         ctx.static = mixed["static"]
         return mixed["a"] * mixed[1]
 
     def backward(ctx, dy):
         assert ctx.static == {1: 2, "a": 3}
-        return (dict if kind is DEFAULT else kind)({"a": dy, 1: 2 * dy, "static": None})
+        return (dict if kind is DEFAULT else kind)({"a": dy, 1: 2 * dy} | statics)
 
     made, unsortable = layer(forward, backward), DEFAULT({1: 2, "a": 3})
     f = lambda x: made.apply(kind({"a": x, 1: x, "static": unsortable})).sum()  # noqa: E731

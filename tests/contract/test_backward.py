@@ -190,6 +190,18 @@ def test_a_structure_that_does_not_fit(mode, tree, give, message):
         mode(jax.grad(loss(gives(give, lambda t: jax.tree.leaves(t)[0] * 2))))(tree)
 
 
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [(lambda dy: {"n": dy}, r"\['w'\](?s:.*)\['n'\]"), (lambda dy: {"w": dy, "m": dy}, r"\['w'\](?s:.*)'m'")],
+    ids=["missing", "unknown"],
+)
+def test_a_key_that_holds_a_tensor_must_be_there_and_no_other(mode, give, message):
+    made = gives(give, lambda p: p["w"] * p["n"])
+    with pytest.raises(ValueError, match=rf"args\[0\](?s:.*){message}"):
+        mode(jax.grad(lambda w: made.apply({"w": w, "n": 2}).sum()))(X)
+
+
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
 @EAGER_AND_JIT
 def test_cotangents_that_are_python_numbers(mode, forward_mode):
