@@ -123,6 +123,41 @@ def test_an_object_with_differentiated_values_that_nobody_reads(mode):
     assert MODES[mode](lambda x: (flagged.apply(X, Model(x)) + x).sum())(X).tolist() == [1, 1, 1]
 
 
+# -- values of a trace that has ended when backward runs ------------------------------------------
+
+
+DEAD = {
+    "grad of jit": lambda f: jax.grad(lambda x, w: jax.jit(f)(x, w).sum()),
+    "scan": lambda f: jax.grad(lambda x, w: jax.lax.scan(lambda x, w: (f(x, w), None), x, w[None])[0].sum()),
+    "checkpoint": lambda f: jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum()),
+}
+HOLD = SHOWN | {"object": Scale, "Partial": lambda w: jax.tree_util.Partial(lambda scale, x: x * scale, w)}
+Holding = layer(
+    lambda ctx, x, held: setattr(ctx, "held", held) or (held if callable(held) else held.method)(x),
+    lambda ctx, dy: (ctx.held if callable(ctx.held) else ctx.held.method)(dy),
+    name="Holding",
+)
+
+
+@pytest.mark.parametrize("mode", DEAD.values(), ids=DEAD)
+@pytest.mark.parametrize("hide", [*HOLD.values()], ids=HOLD)
+def test_a_traced_value_on_ctx_that_has_ended_is_named(hide, mode):
+    def run():
+        return mode(lambda x, w: Holding.apply(x, hide(w)))(X, X)
+
+    if hide is HOLD["Partial"]:
+        assert run().tolist() == X.tolist()
+    else:
+        with pytest.raises(ValueError, match=r"Holding\.backward(?s:.*)\bscale(?s:.*)ctx\.held(?s:.*)Partial"):
+            run()
+
+
+@pytest.mark.parametrize("mode", DEAD.values(), ids=DEAD)
+def test_a_traced_value_on_ctx_that_backward_does_not_use(mode):
+    made = layer(lambda ctx, x, held: setattr(ctx, "held", held) or held.method(x), lambda ctx, dy: ctx.held and dy * 2)
+    assert mode(lambda x, w: made.apply(x, Scale(w)))(X, X).tolist() == [2, 2, 2]
+
+
 # -- constants ------------------------------------------------------------------------------------
 
 
