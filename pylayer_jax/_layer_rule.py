@@ -130,8 +130,9 @@ class LayerMap(LinearMap):
                 raise
             message = next(iter(str(error).splitlines()), "")
             if not isinstance(error, NotLinearError):
-                reason = "" if "issue" in message else f" ({type(error).__name__}: {message})"
-                message = f"JAX cannot transpose {name}.backward{reason}, as with a loop that solves equations."
+                reason = f" ({type(error).__name__}: {message})"  # or JAX asks to open an issue
+                reason = ", as with a loop that solves equations" if "issue" in message else reason
+                message = f"JAX cannot transpose {name}.backward{reason}."
             raise NotLinearError(
                 f"{message} Forward mode, and forward over reverse as in jax.hessian, transpose a backward that is "
                 f"linear in its cotangents. Give {name} a static jvp(ctx, *tangents); or use reverse mode, which "

@@ -124,6 +124,19 @@ def test_a_backward_that_is_not_linear_is_refused(name, mode):
         mode(lambda: jax.jvp(made.apply, (X,), (T,)))()
 
 
+@pytest.mark.parametrize(
+    ("backward", "reason"),
+    [
+        (lambda dy: jnp.zeros(3).at[jnp.array([0, 1, 1])].set(dy), r"^(?!.*loop).*scatter"),
+        (lambda dy: jax.scipy.sparse.linalg.cg(lambda v: v * 2, dy)[0], r"\bloop\b"),
+    ],
+    ids=["scatter", "conjugate gradients"],
+)
+def test_what_jax_cannot_transpose_is_named(backward, reason):
+    with pytest.raises(TypeError, match=reason):
+        jax.jvp(ruled(backward, forward_mode=True).apply, (X,), (T,))
+
+
 @EAGER_AND_JIT
 @pytest.mark.parametrize("name", [*THROUGH_INTEGERS, *NOT_LINEAR, "add", "where", "carry", "cond"])
 def test_forward_over_reverse_is_refused_or_equals_reverse_over_reverse(name, mode):
