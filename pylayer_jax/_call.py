@@ -205,7 +205,7 @@ class LayerCall:
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self, needs)
-        dead = self._dead_values(kept) if len(state.traces) > 1 and layer.host is not True else ()
+        dead = [(x, name) for x, name in kept.held if not is_active(x)]
         try:
             watch = set_current_trace(_Watch(self.name, dead)) if dead else _null_context
             with in_backward(True) if may_be_transposed else _null_context, scope, watch:
@@ -223,23 +223,6 @@ class LayerCall:
         needed = arguments.can_get_gradient(needs)
         gradients = result if layer.host is True else match_gradients(result, arguments, needed, layer)
         return _conjugated(gradients) if is_conjugated else gradients
-
-    def _dead_values(self, kept: SavedContext) -> list[tuple[Any, str]]:
-        """Return the values of ended traces that functions and objects hold which `backward` may use, with names."""
-        trees = {f"ctx.{name}": tree for name, tree in kept.attributes.items()}
-        trees |= {} if kept.saved is None else {"ctx.save_for_backward": kept.saved}
-        owners = [("backward", self.layer.backward)]
-        for name, tree in trees.items():
-            if len(tree.skeleton.leaves) > len(tree.indices):
-                owners += [(name + path, x) for path, x in tree.skeleton.paths()]
-        return [
-            (x, f"{name.lstrip('.')} (held by {owner})")
-            for owner, held in owners
-            if callable(held) or hasattr(held, "__dict__")
-            for name, value in held_by(held).items()
-            for x in tensors_in(value)
-            if is_tracer(x) and not is_active(x)
-        ]
 
     def run_jvp(
         self, kept: SavedContext, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
@@ -319,21 +302,17 @@ class LayerCall:
 class _Watch(PassThroughTrace):
     """Raises an error at an operation on a value of an ended trace. JAX's error, when it lowers, names nothing."""
 
-    __slots__ = ("dead", "layer")
-
     def __init__(self, layer: str, dead: list[tuple[Any, str]]) -> None:
         super().__init__(current_trace())
         self.layer, self.dead = layer, dead
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         __tracebackhide__ = True
-        for value, name in self.dead:
-            if contains(tracers, value):
-                raise ValueError(
-                    f"{self.layer}.backward uses a traced value of a transformation that has returned: {name}. Keep "
-                    "the value itself, with ctx.save_for_backward or as ctx.name = array; pass a function with its "
-                    "values as a jax.tree_util.Partial, or the value as an argument of forward."
-                )
+        for name in [name for value, name in self.dead if contains(tracers, value)]:
+            raise jax.errors.UnexpectedTracerError(
+                f"{self.layer}.backward uses a traced value of a transformation that has returned: {name}. Keep the "
+                "value itself on ctx. A function with its values becomes a pytree by jax.tree_util.Partial."
+            )
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
 

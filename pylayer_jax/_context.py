@@ -15,7 +15,7 @@ import numpy as np
 
 from ._jax.traces import current_trace, has_named_axis, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
-from ._messages import closed_over, describe, tensors_in
+from ._messages import describe, held_by, tensors_in
 from ._trees import LEAF, Skeleton, contains, split
 
 # -- outputs of `forward` -------------------------------------------------------------------------------------
@@ -343,6 +343,7 @@ class SavedContext:
     n_saved: int  # the number of residuals from save_for_backward, which come first
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
+    held: Sequence[tuple[Any, str]] = ()  # each tracer that a function or object holds, and where
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
@@ -383,7 +384,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         # `forward` may have changed the array in place after the copy was made.
         if id(array) in output_of and array.tobytes() == own.tobytes():
             output_of[id(own)] = output_of[id(array)]
-    residuals = list[Any]()
+    residuals, held = list[Any](), list[tuple[Any, str]]()
     # From (is_saved, id of a tensor) to its index in `residuals`. A tensor that is saved and also an attribute of `ctx`
     # is two residuals, because hooks pack only saved tensors.
     index_of: dict[tuple[bool, int], int] = {}
@@ -394,7 +395,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         """Add the tensors of a value. Refuse tracers of an ended trace, and functions that close over tracers."""
         tensors, skeleton = split(value, is_tensor_or_ref)
         if len(skeleton.leaves) > len(tensors):
-            _refuse_closures(skeleton, name, state.layer)
+            held.extend(_tracers_held(skeleton, name, state.layer))
         if output_of:
             tensors = [output_of.get(id(x), x) for x in tensors]
         for x in tensors:
@@ -413,7 +414,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
     n_values = len(state.saved or ())
-    kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp)
+    kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp, held)
     return ForwardResult(kept, arrays, as_arrays(residuals))
 
 
@@ -471,14 +472,17 @@ def _ended_error(call: str, layer: str) -> ValueError:
     )
 
 
-def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
-    """Raise an error for a function that closes over tracers of `forward`, which are invalid after it returns."""
-    trace = current_trace()
+def _tracers_held(skeleton: Skeleton, name: str, layer: str) -> list[tuple[Any, str]]:
+    """Return the tracers that functions and objects hold. In a function, those of `forward` itself are an error."""
+    trace, found = current_trace(), list[tuple[Any, str]]()
     for path, leaf in skeleton.paths():
-        values = [x for value in closed_over(leaf).values() for x in tensors_in(value)] if callable(leaf) else ()
-        if any(is_tracer(x) and x._trace is trace for x in values):
-            raise ValueError(
-                f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
-                "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "
-                "function in backward."
-            )
+        for own, value in held_by(leaf).items() if callable(leaf) or hasattr(leaf, "__dict__") else ():
+            traced = [(x, f"{own.lstrip('.')} (held by {name}{path})") for x in tensors_in(value) if is_tracer(x)]
+            if not own.startswith(".") and any(x._trace is trace for x, _ in traced):
+                raise ValueError(
+                    f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be "
+                    "kept for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and "
+                    "build the function in backward."
+                )
+            found += traced
+    return found

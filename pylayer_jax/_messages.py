@@ -65,7 +65,8 @@ def held_by(value: Any) -> dict[str, Any]:
     """Return the values that a function closes over, and the attributes of an object."""
     found = closed_over(value) if callable(value) else {}
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
-    if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
+    functions = types.FunctionType, types.BuiltinFunctionType, functools.partial
+    if isinstance(owner, (type, types.ModuleType, *functions)) or hasattr(owner, "__wrapped__"):  # a jitted function
         return found
     slots: list[Any] = [vars(kind).get("__slots__", ()) for kind in type(owner).__mro__]
     names = [name for x in slots for name in ((x,) if isinstance(x, str) else x)]
