@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 
 import jax
 import pytest
@@ -94,6 +95,7 @@ def test_a_reader_that_leaves_gets_no_traceback(arguments):
 @pytest.mark.slow
 def test_ctrl_c_gives_no_traceback():
     terminal, errors = pty.openpty()  # in a pipe there is no progress bar
+    termios.tcsetwinsize(errors, (24, 80))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
     try:
         job = run("--epochs", "100000", stdout=subprocess.DEVNULL, stderr=errors)
