@@ -53,6 +53,12 @@ CALLS = {
     "guide-Scale": lambda of: lambda x: of["Scale"].apply(x, 2.0),
     "batch_of_cotangents-Solve": lambda of: lambda x: of["Solve"].apply(2 * jnp.eye(2) + x.T @ x, x[0]),
     "data_dependent_shapes-Positive": lambda of: lambda x: of["Positive"].apply(x, x[:, 0] - 0.8, 3),
+    "gradient_in_forward-CTC": lambda of: (
+        lambda x: of["CTC"].apply(jnp.tile(x, (3, 3, 1)), jnp.zeros((3, 12)), jnp.ones((3, 4), int), jnp.zeros((3, 4)))
+    ),
+    "gradient_in_forward-LinearCrossEntropy": lambda of: (
+        lambda x: of["LinearCrossEntropy"].apply(x, W, jnp.array([1, 0, 1, 1]), 2)
+    ),
     "groups_of_ranks-ColumnParallel": lambda of: lambda x: of["loss"](x, W),
     "host_second_derivatives-Solve": lambda of: lambda x: of["Solve"].apply(2 * jnp.eye(2) + x.T @ x, x[0]),
     "indexed_updates-Lookup": lambda of: lambda x: of["Lookup"].apply(x, jnp.array([1, 3, 1, 0])),
