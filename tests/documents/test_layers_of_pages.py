@@ -53,6 +53,7 @@ CALLS = {
     "guide-Scale": lambda of: lambda x: of["Scale"].apply(x, 2.0),
     "batch_of_cotangents-Solve": lambda of: lambda x: of["Solve"].apply(2 * jnp.eye(2) + x.T @ x, x[0]),
     "data_dependent_shapes-Positive": lambda of: lambda x: of["Positive"].apply(x, x[:, 0] - 0.8, 3),
+    "detach-SpectralNorm": lambda of: lambda x: of["SpectralNorm"].apply(x, jnp.ones(4)),
     "gradient_in_forward-CTC": lambda of: (
         lambda x: of["CTC"].apply(jnp.tile(x, (3, 3, 1)), jnp.zeros((3, 12)), jnp.ones((3, 4), int), jnp.zeros((3, 4)))
     ),

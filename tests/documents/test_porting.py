@@ -46,32 +46,64 @@ def test_the_table_of_fleet_has_real_names(paddle):
         pkgutil.resolve_name(f"{short.get(first, first)}.{rest}")
 
 
+VALUES = {"x": np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32), "i": np.array([1, 0])}
+
+
+def rows_of(header, columns=2):
+    """Return the code in each row of the table of operations whose header begins so."""
+    (table,) = re.findall(rf"^\| {header} \|.*?\n\n", section("## Operations, name by name"), re.M | re.S)
+    rows = re.findall(rf"^\| {'.*? [|] '.join(['`(.*?)`'] * columns)}.* \|$", table, re.M)
+    assert len(rows) == table.count("\n| `") > 5
+    return rows
+
+
+def value_of(text, **names):
+    """Return the value of the last of several statements."""
+    *statements, last = text.split("; ")
+    exec("\n".join(statements), names)
+    return eval(last, names)
+
+
+def in_jax(text, transform=lambda f: f):
+    f = transform(lambda values: value_of(text, jax=jax, jnp=jnp, **values))
+    return f(jax.tree.map(jnp.asarray, VALUES))
+
+
+def in_torch(text, torch):
+    return value_of(text, torch=torch, **jax.tree.map(torch.tensor, VALUES))
+
+
+def in_paddle(text, paddle):
+    return value_of(text, paddle=paddle, **jax.tree.map(paddle.to_tensor, VALUES))
+
+
+def assert_same(got, expected, text):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        other = np.asarray(other)
+        assert (one.shape if hasattr(one, "shape") else ()) == other.shape, text
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=text)
+
+
 @pytest.mark.frameworks
 def test_each_row_of_operations_gives_the_same(paddle):
-    (table,) = re.findall(r"^\| Paddle \| here \|\n.*?\n\n", section("## Operations, name by name"), re.M | re.S)
-    rows = re.findall(r"^\| `(.*?)` \| `(.*?)`.* \|$", table, re.MULTILINE)
-    assert len(rows) == table.count("\n| `")
-    values = {"x": np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32), "i": np.array([1, 0])}
-    for theirs, ours in rows:
-        expected = eval(theirs, {"paddle": paddle, **{k: paddle.to_tensor(v) for k, v in values.items()}})
-        got = eval(ours, {"jax": jax, "jnp": jnp, **{k: jnp.asarray(v) for k, v in values.items()}})
-        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            other = np.asarray(other)
-            assert (one.shape if hasattr(one, "shape") else ()) == other.shape, theirs
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=theirs)
+    for theirs, ours in rows_of("Paddle"):
+        assert_same(in_jax(ours), in_paddle(theirs, paddle), theirs)
+
+
+@pytest.mark.frameworks
+def test_what_is_an_error_in_jax_has_a_way_to_write_it_under_jit(framework, paddle):
+    torch = framework("torch")
+    for text, ours in rows_of("torch and Paddle"):
+        for expected in in_torch(text, torch), in_paddle(text, paddle):
+            assert_same(in_jax(ours, jax.jit), expected, text)
+        with pytest.raises((AttributeError, IndexError)):
+            in_jax(text, jax.jit)
 
 
 @pytest.mark.frameworks
 def test_each_silent_difference_to_torch_is_one_and_has_a_way_to_write_it(framework):
     torch = framework("torch")
-    (table,) = re.findall(r"^\| torch \|.*?\n\n", section("## Operations, name by name"), re.MULTILINE | re.DOTALL)
-    rows = re.findall(r"^\| `(.*?)` \| `(.*?)` \| `(.*?)`.* \|$", table, re.MULTILINE)
-    assert len(rows) == table.count("\n| `") > 5
-    x = np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32)
-    for theirs, same_text, right in rows:
-        expected = np.asarray(eval(theirs, {"torch": torch, "x": torch.tensor(x)}))
-        silent, got = (
-            np.asarray(eval(text, {"jax": jax, "jnp": jnp, "x": jnp.asarray(x)})) for text in (same_text, right)
-        )
+    for theirs, same_text, right in rows_of("torch", 3):
+        expected, silent = np.asarray(in_torch(theirs, torch)), np.asarray(in_jax(same_text))
         assert silent.shape != expected.shape or not np.allclose(silent, expected, rtol=1e-5), theirs
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6, err_msg=theirs)
+        assert_same(in_jax(right), expected, theirs)
