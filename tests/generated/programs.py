@@ -21,11 +21,8 @@ from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu
 from tests.kit.layers import ForwardTanh, Multiply, Tanh
 
+from .pieces import MASK, OUTER, PIECES, SHAPE, VIEWS, W, outside
 from .seeds import print_differences
-
-SHAPE = (4, 8)
-W = np.cos(np.arange(64.0)).reshape(8, 8) * 0.3
-MASK = np.arange(32).reshape(SHAPE) % 3 > 0
 
 
 def normalized(x):
@@ -125,14 +122,23 @@ def draw_body(rng, depth):
 
 def draw_step(rng, depth):
     i, j = rng.randint(0, 9), rng.randint(0, 9)
-    containers = [*CONTAINERS, "block"] if depth else []
-    kind = rng.choice(["unary"] * 5 + ["binary"] * 3 + containers)
+    containers = [*CONTAINERS, *["block", "outer"] * 2] if depth else []
+    kind = rng.choice(["unary"] * 5 + ["binary"] * 3 + ["piece"] * 3 + containers)
     if kind == "unary":
         unary = UNARY[rng.choice(list(UNARY))]
         return Step(lambda _: lambda a, b: unary(a), i, j)
     if kind == "binary":
         binary = BINARY[rng.choice(list(BINARY))]
         return Step(lambda _: binary, i, j)
+    if kind in ("piece", "outer"):
+        pieces, view, seed = PIECES if kind == "piece" else OUTER, VIEWS[rng.choice(list(VIEWS))], rng.randrange(99)
+        piece, inner = pieces[rng.choice(list(pieces))], [draw_body(rng, depth - 1)] if kind == "outer" else []
+
+        def with_outside(use_hooks):
+            o, fs = outside(seed), [body(use_hooks) for body in inner]
+            return lambda a, b: piece(*fs, a, b, view(o, a), o).astype(a.dtype)
+
+        return Step(with_outside, i, j)
     body = draw_body(rng, depth - 1)
     if kind == "block":
         hooks = hooks_for_some(rng)

@@ -1,13 +1,18 @@
 """Draws random programs, and compares the gradients under the ready pairs, which recompute tensors, with plain ones.
 
-    python -m tests.generated.recomputed 200 [seed]    # prints each failing program, made small, and their number
+    python -m tests.generated.recomputed 200 [seed] [--blocks]    # prints each failing program, made small
 
 A pair without loss gives the plain gradient. The error of a pair with loss is at most twice that without recomputation.
+With `--blocks`, the function has a `with` block in place of the decorator.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +22,8 @@ import numpy as np
 
 from pylayer_jax import Function, packers
 
-from .programs import BINARY, CONTAINERS, MASK, SHAPE, UNARY, W
+from .pieces import MASK, OUTER, PIECES, SHAPE, VIEWS, Outside, W, outside
+from .programs import BINARY, CONTAINERS, UNARY
 from .seeds import print_differences
 
 
@@ -100,7 +106,7 @@ CHEAP = {
     "concatenated": lambda x: jnp.concatenate([jnp.sin(x[:, :4]), x[:, 4:] ** 2], axis=-1),
     "variance": lambda x: x * jax.lax.rsqrt(x.var(-1, keepdims=True) + 0.1),
     "layer norm": lambda x: jax.nn.standardize(x, epsilon=0.1) * jnp.cos(jnp.arange(8.0)).astype(x.dtype),
-    "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(3), 0.7, SHAPE), x, 0) * jnp.sin(x),
+    "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(3), jnp.float32(0.7), SHAPE), x, 0) * jnp.sin(x),
     "jitted": jax.jit(lambda x: jnp.sin(x) * jax.nn.silu(x) - jnp.tanh(x) ** 2),
     "dense": lambda x: jax.nn.gelu(x @ W.astype(x.dtype)),
     "pooled": pooled,
@@ -131,9 +137,7 @@ class Step(NamedTuple):
     i: int
     j: int
     body: tuple[Step, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.i}, {self.j}{''.join(f', {step}' for step in self.body)})"
+    view: str = "ws"  # of the stacked weights that a piece reads
 
 
 def draw_steps(rng: random.Random, depth: int) -> tuple[Step, ...]:
@@ -143,99 +147,164 @@ def draw_steps(rng: random.Random, depth: int) -> tuple[Step, ...]:
 def draw_step(rng: random.Random, depth: int) -> Step:
     # The last values are the likeliest.
     i, j = -1 - int(rng.expovariate(1.0)), -1 - int(rng.expovariate(0.5))
-    tables = [list(CHEAP)] * 4 + [list(UNARY)] * 3 + [list(BINARY)] * 3 + [DECIDES] + [list(CONTAINERS)] * (2 * depth)
-    name = rng.choice(rng.choice(tables))
-    return Step(name, i, j, draw_steps(rng, depth - 1) if name in CONTAINERS else ())
+    tables = [list(CHEAP)] * 4 + [list(UNARY)] * 3 + [list(BINARY)] * 3 + [DECIDES] + [list(PIECES)] * 7
+    name = rng.choice(rng.choice(tables + [list(CONTAINERS), list(OUTER), list(OUTER)] * (2 * depth)))
+    has_body, view = name in CONTAINERS or name in OUTER, rng.choice(["ws", *VIEWS])
+    return Step(name, i, j, draw_steps(rng, depth - 1) if has_body else (), view)
 
 
-def function_of(steps: tuple[Step, ...]) -> Callable[[Any], Any]:
-    def run(x: Any) -> Any:
+def function_of(steps: tuple[Step, ...]) -> Callable[[Any, Outside], Any]:
+    def value_of(step: Step, a: Any, b: Any, o: Outside) -> Any:
+        if step.name in CONTAINERS:
+            return CONTAINERS[step.name](lambda x: function_of(step.body)(x, o))(a, b)
+        if step.name in OUTER:
+            return OUTER[step.name](lambda x: function_of(step.body)(x, o), a, b, VIEWS[step.view](o, a), o)
+        if step.name in PIECES:
+            return PIECES[step.name](a, b, VIEWS[step.view](o, a), o)
+        return UNARY[step.name](a) if step.name in UNARY else BINARY[step.name](a, b)
+
+    def run(x: Any, o: Outside) -> Any:
         values = [x]
         for step in steps:
             a, b = values[step.i % len(values)], values[step.j % len(values)]
-            if step.body:
-                y = CONTAINERS[step.name](function_of(step.body))(a, b)
-            else:
-                y = UNARY[step.name](a) if step.name in UNARY else BINARY[step.name](a, b)
-            values.append(y.astype(x.dtype))
+            values.append(value_of(step, a, b, o).astype(x.dtype))
         return values[-1] + 0.1 * values[len(values) // 2]
 
     return run
+
+
+def unchanged(f: Any) -> Any:
+    return f
+
+
+def in_block(pair: Any) -> Callable[[Any], Any]:
+    """Return a decorator that opens a `with` block in the function."""
+
+    def decorator(f: Any) -> Any:
+        def with_block(*args: Any) -> Any:
+            with pair:
+                return f(*args)
+
+        return with_block
+
+    return decorator
+
+
+# What a decorated function takes: arrays, as arguments or closed over, or a dict with a static entry.
+FORMS = {
+    "arguments": lambda wrap, f: lambda x, o: wrap(lambda x, *arrays: f(x, Outside(*arrays)))(x, *o),
+    "closed over": lambda wrap, f: lambda x, o: wrap(lambda x: f(x, o))(x),
+    "x closed over": lambda wrap, f: lambda x, o: wrap(lambda o: f(x, o))(o),
+    "dict": lambda wrap, f: lambda x, o: wrap(lambda d: f(d["x"], d["o"]))({"x": x, "o": o, "mode": "text"}),
+}
 
 
 class Case(NamedTuple):
     """What is done with a program."""
 
     order: int
-    is_jitted: bool
-    is_double: bool
-    packer: int
-    compares_lossy: bool  # a pair with loss too, in half of the programs, since most of the time goes into compiling
+    staging: str = "jit"  # or "eager", "jit inside" of the derivative, or of the decorated function: "inner jit"
+    is_double: bool = False
+    packer: int = 0
+    compares_lossy: bool = False  # in half of the programs, since most of the time goes into compiling
+    form: str = "arguments"
+    returns_dict: bool = False
+    is_forward: bool = False  # the second derivative is forward over reverse
+    in_block: bool = False
 
-    def gradients(self, f: Callable[[Any], Any], is_jitted: bool | None = None) -> np.ndarray:
-        slope = jax.grad(f)
-        if self.order == 2:
-            slope = jax.grad(lambda x, first=slope: jnp.sum(jnp.sin(first(x))))
-        is_jitted = self.is_jitted if is_jitted is None else is_jitted
-        slope = jax.jit(slope) if is_jitted else slope
-        inputs = np.random.default_rng(0).normal(size=(8 if is_jitted else 2, *SHAPE))
-        return np.stack([np.asarray(slope(jnp.asarray(x, float))) for x in inputs]).astype(np.float64)
+    def loss(self, steps: tuple[Step, ...], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+        def program(x: Any, o: Outside) -> Any:
+            y = function_of(steps)(x, o)
+            loss = jnp.sum(jnp.sin(y))
+            return {"loss": loss, "unused": jnp.exp(y), "largest": y.argmax()} if self.returns_dict else loss
+
+        wrapped = FORMS[self.form](wrap, jax.jit(program) if self.staging == "inner jit" else program)
+        read = (lambda result: result["loss"]) if self.returns_dict else unchanged
+        return lambda x, *arrays: read(wrapped(x, Outside(*arrays)))
+
+    def results(self, steps: tuple[Step, ...], wrap: Callable[[Any], Any] = unchanged) -> list[np.ndarray]:
+        """Return the values, and of order 1 and 2 the derivatives in x, ws and b, each for several inputs."""
+        loss = self.loss(steps, wrap)
+        loss = jax.jit(loss) if self.staging == "jit inside" else loss
+        gradient = jax.grad(loss, (0, 1, 2))
+        f = [lambda *a: (loss(*a),), lambda *a: (loss(*a), *gradient(*a)), lambda *a: self.second(gradient, *a)][
+            self.order
+        ]
+        f = jax.jit(f) if self.staging == "jit" else f
+        rows = []
+        for seed in range(2 if self.staging == "eager" else 6):
+            x = jnp.asarray(np.random.default_rng(seed).normal(size=SHAPE), float)
+            rows.append(f(x, *outside(seed, is_typed_key=self.packer % 2 == 0)))
+        return [np.stack([np.asarray(row[n], np.float64) for row in rows]) for n in range(len(rows[0]))]
+
+    def second(self, gradient: Callable[..., Any], *arrays: Any) -> Any:
+        first, others = arrays[:3], arrays[3:]
+        if self.is_forward:
+            return jax.jvp(lambda *a: gradient(*a, *others), first, tuple(map(jnp.cos, first)))[1]
+        return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(d)) for d in gradient(*a, *others)), (0, 1, 2))(*first)
 
 
-def error_of(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / (1e-6 + np.linalg.norm(want)))
+def error_of(got: list[np.ndarray], want: list[np.ndarray], share: float = 0) -> float:
+    """Return the largest relative error of a result. `share` of the size of all is added to the size of each."""
+    size = share * np.sqrt(sum(np.sum(w**2) for w in want))
+    return max(float(np.linalg.norm(g - w) / (1e-6 + size + np.linalg.norm(w))) for g, w in zip(got, want, strict=True))
 
 
 EXACT = [packers.recompute_saved, packers.save_on_cpu]
+if "limit" in inspect.signature(packers.recompute_saved).parameters:
+    EXACT += [functools.partial(packers.recompute_saved, limit=limit) for limit in (1, 2000)]
 LOSSY = [(packers.cast_saved,), (packers.quantize_saved, 8), (packers.quantize_saved, 4, 128, False)]
 # Errors of JAX for `save_on_cpu` in a cond that is differentiated twice, also without this package.
 REFUSED = "Expected cotangent type"
 
 
 def difference(steps: tuple[Step, ...], case: Case) -> str | None:
-    """Return how a gradient under a pair of hooks is wrong, or None."""
-    with jax.enable_x64(case.is_double):
-        f = function_of(steps)
-
-        def loss(x: Any) -> Any:
-            return jnp.sum(jnp.sin(f(x)))
-
+    """Return how a result under a pair of hooks is wrong, or None."""
+    with jax.enable_x64(case.is_double), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of blocks that pack nothing
         try:
-            want = case.gradients(loss)
-        except Exception:  # JAX cannot differentiate this program
+            want = case.results(steps)
+        except (TypeError, ValueError, NotImplementedError):  # JAX cannot differentiate this program
             return None
-        if not np.isfinite(want).all():
+        if not all(np.isfinite(w).all() for w in want):
             return None
 
-        def is_unstable() -> bool:
-            """Return whether rounding errors alone change the plain gradient."""
-            others = [np.asarray(case.gradients(loss, not case.is_jitted))]
+        def results(pair: Any) -> list[np.ndarray]:
+            return case.results(steps, in_block(pair) if case.in_block else pair)
+
+        def spread() -> float:
+            """Return by how much rounding errors alone change the plain results."""
+            others = [case._replace(staging="jit" if case.staging == "eager" else "eager").results(steps)]
+            others.append(case.results(steps, jax.checkpoint))
             with jax.enable_x64(not case.is_double):
-                others.append(case.gradients(loss))
-            return any(error_of(want[: len(other)], other[: len(want)]) > 3e-5 for other in others)
+                others.append(case.results(steps))
+            n = min(len(other[0]) for other in [want, *others])
+            return max(error_of([o[:n] for o in other], [w[:n] for w in want]) for other in others)
 
-        pair = EXACT[case.packer % len(EXACT)]()
+        exact = EXACT[: 2 if case.in_block else None]
+        pair = exact[case.packer % len(exact)]()
         try:
-            error = error_of(case.gradients(pair(loss)), want)
+            error = error_of(results(pair), want)
         except Exception as raised:
             return None if REFUSED in str(raised) else f"{pair!r}: {type(raised).__name__}: {str(raised)[:300]}"
-        # The cotangent of a cast to bfloat16 is rounded to bfloat16 too: before or after it is summed, of order 2.
-        if not error <= (1e-2 if case.order > 1 and "narrow" in str(steps) else 1e-4) and not is_unstable():
-            return f"{pair!r}: error {error:.2g}"
+        # A narrow value or cotangent is rounded before or after it is summed.
+        tolerance = 0 if case.order == 0 else 1e-2 if "narrow" in str(steps) else 1e-4
+        if not error <= tolerance and not error <= 10 * (size := spread()):
+            return f"{pair!r}: error {error:.2g}, and {size:.2g} by rounding"
         if not case.compares_lossy:
             return None
         kind, *args = LOSSY[case.packer % len(LOSSY)]
         try:
-            error, kept = (error_of(case.gradients(p(loss)), want) for p in (kind(*args), kind(*args, recompute=False)))
+            error, kept = (error_of(results(p), want, 0.1) for p in (kind(*args), kind(*args, recompute=False)))
         except Exception as raised:
             return f"{kind(*args)!r}: {type(raised).__name__}: {str(raised)[:300]}"
-        if not (error <= max(1e-3, 2 * kept) or np.isnan(kept)):
+        if not (error <= (max(1e-3, 2 * kept) if case.order else 0) or np.isnan(kept)):
             return f"{kind(*args)!r}: error {error:.2g}, without recomputation {kept:.2g}"
     return None
 
 
 def smaller(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
-    """Yield the programs with one step less, and those with a container replaced by its body."""
+    """Yield the programs with one step less, with a container replaced by its body, and with plain weights."""
     for n, step in enumerate(steps):
         yield steps[:n] + steps[n + 1 :]
         for body in smaller(step.body) if step.body else ():
@@ -243,31 +312,49 @@ def smaller(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
                 yield (*steps[:n], step._replace(body=body), *steps[n + 1 :])
         if step.body:
             yield (*steps[:n], *step.body, *steps[n + 1 :])
+        if step.view != "ws":
+            yield (*steps[:n], step._replace(view="ws"), *steps[n + 1 :])
 
 
-def made_small(steps: tuple[Step, ...], case: Case) -> tuple[tuple[Step, ...], str]:
-    """Return a smaller program that fails too, and how."""
-    for candidate in smaller(steps):
-        if candidate and difference(candidate, case) is not None:
-            return made_small(candidate, case)
-    return steps, str(difference(steps, case))
+def simpler(case: Case) -> Iterator[Case]:
+    """Yield the cases with one field as it is by default, or of order 1."""
+    for name, default in (Case._field_defaults | {"order": 1}).items():
+        if name not in ("packer", "in_block", "compares_lossy") and getattr(case, name) not in (default, 0):
+            yield case._replace(**{name: default})
+
+
+def kind_of(found: str | None) -> str:
+    """Return the type of the exception, or "error"."""
+    return found.split(": ")[1].split()[0] if found else ""
+
+
+def made_small(steps: tuple[Step, ...], case: Case, found: str) -> tuple[tuple[Step, ...], Case, str]:
+    """Return a smaller program and a simpler case that fail in the same way, and how."""
+    for candidate in [*((s, case) for s in smaller(steps) if s), *((steps, c) for c in simpler(case))]:
+        if kind_of(other := difference(*candidate)) == kind_of(found):
+            return made_small(*candidate, str(other))
+    return steps, case, found
 
 
 def draw(seed: int) -> tuple[tuple[Step, ...], Case]:
     rng = random.Random(seed)
-    order = rng.choice([1, 1, 1, 2])
-    is_jitted, is_double, compares_lossy = rng.random() < 0.8, rng.random() < 0.5, rng.random() < 0.5
-    case = Case(order, is_jitted, is_double, rng.randrange(6), compares_lossy and order == 1)
+    order = rng.choice([0, 1, 1, 1, 1, 2])
+    staging = rng.choice(["jit", "jit", "jit", "jit inside", "inner jit", "eager"])
+    lossy, form = order < 2 and rng.random() < 0.5, rng.choice([*["arguments"] * 3, *FORMS])
+    case = Case(
+        order, staging, rng.random() < 0.5, rng.randrange(12), lossy, form, rng.random() < 0.3, rng.random() < 0.5
+    )
     return draw_steps(rng, rng.choice([0, 0, 0, 1, 1, 2])), case
 
 
-def failure(seed: int) -> str | None:
+def failure(seed: int, in_block: bool = False) -> str | None:
     steps, case = draw(seed)
-    if difference(steps, case) is None:
+    case = case._replace(in_block=in_block)
+    if (found := difference(steps, case)) is None:
         return None
-    steps, found = made_small(steps, case)
-    return f"{seed} {case}\n    {'; '.join(map(str, steps))}\n    {found}"
+    steps, case, found = made_small(steps, case, found)
+    return f"{seed}: {found}\n    difference({steps}, {case})"
 
 
 if __name__ == "__main__":
-    print_differences(failure, cleared_after=50)
+    print_differences(functools.partial(failure, in_block="--blocks" in sys.argv), cleared_after=50)

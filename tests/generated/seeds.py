@@ -10,7 +10,7 @@ import jax
 
 def print_differences(difference: Callable[[int], str | None], cleared_after: int) -> None:
     """Print what `difference` returns for each seed, and how many differ; JAX's caches are cleared now and then."""
-    count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    count, start = [*(int(word) for word in sys.argv[1:] if word.isdigit()), 0][:2]
     n_different = 0
     for seed in range(start, start + count):
         if (text := difference(seed)) is not None:
