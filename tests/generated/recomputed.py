@@ -275,7 +275,7 @@ def difference(steps: tuple[Step, ...], case: Case) -> str | None:
         def spread() -> float:
             """Return by how much rounding errors alone change the plain results."""
             others = [case._replace(staging="jit" if case.staging == "eager" else "eager").results(steps)]
-            others.append(case.results(steps, jax.checkpoint))
+            others.append(case._replace(form="arguments").results(steps, jax.checkpoint))
             with jax.enable_x64(not case.is_double):
                 others.append(case.results(steps))
             n = min(len(other[0]) for other in [want, *others])
