@@ -279,8 +279,8 @@ def difference(steps: tuple[Step, ...], case: Case) -> str | None:
             others.append(case._replace(form="arguments").results(steps, jax.checkpoint))
             with jax.enable_x64(not case.is_double):
                 others.append(case.results(steps))
-            n = min(len(other[0]) for other in [want, *others])
-            return max(error_of([o[:n] for o in other], [w[:n] for w in want]) for other in others)
+            pairs = ([(o[: len(w)], w[: len(o)]) for o, w in zip(other, want, strict=True)] for other in others)
+            return max(error_of(*zip(*pair, strict=True)) for pair in pairs)
 
         exact = EXACT[: 2 if case.in_block else None]
         pair = exact[case.packer % len(exact)]()
