@@ -147,8 +147,8 @@ def draw_steps(rng: random.Random, depth: int) -> tuple[Step, ...]:
 def draw_step(rng: random.Random, depth: int) -> Step:
     # The last values are the likeliest.
     i, j = -1 - int(rng.expovariate(1.0)), -1 - int(rng.expovariate(0.5))
-    tables = [list(CHEAP)] * 4 + [list(UNARY)] * 3 + [list(BINARY)] * 3 + [DECIDES] + [list(PIECES)] * 7
-    name = rng.choice(rng.choice(tables + [list(CONTAINERS), list(OUTER), list(OUTER)] * (2 * depth)))
+    tables = [list(CHEAP)] * 3 + [list(UNARY)] * 2 + [list(BINARY)] * 3 + [DECIDES] + [list(PIECES)] * 9
+    name = rng.choice(rng.choice(tables + [list(CONTAINERS), *[list(OUTER)] * 4] * (2 * depth)))
     has_body, view = name in CONTAINERS or name in OUTER, rng.choice(["ws", *VIEWS])
     return Step(name, i, j, draw_steps(rng, depth - 1) if has_body else (), view)
 
@@ -345,7 +345,7 @@ def draw(seed: int) -> tuple[tuple[Step, ...], Case]:
     case = Case(
         order, staging, rng.random() < 0.5, rng.randrange(12), lossy, form, rng.random() < 0.3, rng.random() < 0.5
     )
-    return draw_steps(rng, rng.choice([0, 0, 0, 1, 1, 2])), case
+    return draw_steps(rng, rng.choice([0, 0, 1, 1, 1, 2])), case
 
 
 def failure(seed: int, in_block: bool = False) -> str | None:
