@@ -117,17 +117,22 @@ class ProgramComparison:
         gradient with its arguments, but not the state of an optimizer.
 
         Raises:
-            ValueError: if no program fits, if XLA does not report the memory, or if the text cannot be read.
+            ValueError: if no program fits whose gradient has no NaN (or none but those of the first program), if XLA
+                does not report the memory, or if the text cannot be read.
         """
         limit = _bytes_of(memory)
-        peaks = [r.peak_bytes for r in self.rows if r.peak_bytes is not None]
         if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
             raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
-        fitting = [r for r, peak in zip(self.rows, peaks, strict=True) if peak <= limit]
+        # If the gradient of the first program has a NaN, all errors are NaN, and none is worse than the first.
+        has_nan = [math.isnan(r.error or 0) and not math.isnan(self.rows[0].error or 0) for r in self.rows]
+        usable = [(r, r.peak_bytes or 0) for r, has in zip(self.rows, has_nan, strict=True) if not has]
+        fitting = [r for r, peak in usable if peak <= limit]
         if not fitting:
-            least = self.rows[peaks.index(min(peaks))].name
-            peak, missing = (_in_unit([size], _BYTES)[0] for size in (min(peaks), min(peaks) - limit))
-            raise ValueError(f"within({memory!r}): no program fits. {least} takes least, {peak}: {missing} more.")
+            least, size = min(usable, key=lambda pair: pair[1])
+            peak, missing = (_in_unit([x], _BYTES)[0] for x in (size, size - limit))
+            wrong = ", ".join(select([r.name for r in self.rows], has_nan))
+            more = f"{missing} more." + (f" The gradient of {wrong} has a NaN." if wrong else "")
+            raise ValueError(f"within({memory!r}): no program fits. {least.name} takes least, {peak}: {more}")
         if fitting[0].error is None:
             return fitting[0]
         errors = [math.inf if r.error is None or math.isnan(r.error) else r.error for r in fitting]

@@ -180,6 +180,15 @@ def test_of_equal_errors_the_row_with_the_fewest_operations():
     assert rows_of(("first", 5, 0.0, None), ("second", 5, 0.0, None)).within(5).name == "first"
 
 
+def test_a_gradient_of_nan_is_not_chosen():
+    found = rows_of(("plain", 5, 0.0, 9.0), ("rounds", 1, math.nan, 1.0))
+    assert found.within(5).name == "plain"
+    with pytest.raises(ValueError, match=r"plain takes least, 5.00 B: 4.00 B more.*rounds has a NaN"):
+        found.within(1)
+    # Where plain has one too, a NaN is no error of the other programs.
+    assert rows_of(("plain", 5, math.nan, 9.0), ("rounds", 1, math.nan, 1.0)).within(1).name == "rounds"
+
+
 def test_shapes_are_chosen_in_their_order():
     found = compare_programs(model, *jax.eval_shape(lambda: MODEL))
     assert [row.error for row in found.rows] == [None] * 5
