@@ -117,8 +117,7 @@ class ProgramComparison:
         gradient with its arguments, but not the state of an optimizer.
 
         Raises:
-            ValueError: if no program fits whose gradient has no NaN (or none but those of the first program), if XLA
-                does not report the memory, or if the text cannot be read.
+            ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
         """
         limit = _bytes_of(memory)
         if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
@@ -128,11 +127,10 @@ class ProgramComparison:
         usable = [(r, r.peak_bytes or 0) for r, has in zip(self.rows, has_nan, strict=True) if not has]
         fitting = [r for r, peak in usable if peak <= limit]
         if not fitting:
-            least, size = min(usable, key=lambda pair: pair[1])
-            peak, missing = (_in_unit([x], _BYTES)[0] for x in (size, size - limit))
-            wrong = ", ".join(select([r.name for r in self.rows], has_nan))
-            more = f"{missing} more." + (f" The gradient of {wrong} has a NaN." if wrong else "")
-            raise ValueError(f"within({memory!r}): no program fits. {least.name} takes least, {peak}: {more}")
+            row, size = min(usable, key=lambda pair: pair[1])
+            peak, more = (_in_unit([x], _BYTES)[0] for x in (size, size - limit))
+            why = "".join(f" The gradient of {r.name} has a NaN." for r in select(self.rows, has_nan))
+            raise ValueError(f"within({memory!r}): no program fits. {row.name} takes least, {peak}: {more} more.{why}")
         if fitting[0].error is None:
             return fitting[0]
         errors = [math.inf if r.error is None or math.isnan(r.error) else r.error for r in fitting]

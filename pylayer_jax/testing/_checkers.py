@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,8 +53,8 @@ def check_layer(
       of arrays, up to a limit, and also integers, booleans and PRNG keys if the layer accepts this. shard_map runs on
       all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, as
-      in `gradcheck` and `gradgradcheck`. The row names each branch (of `jnp.where`, `jnp.clip`, ...) that no entry of
-      the values takes. To check such a branch, pass arguments for which an entry takes it;
+      in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that no entry of the values takes
+      (of `jnp.where`, `jnp.clip`, `abs`, a mask, a sort, ...). Pass arguments for which an entry takes it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
       A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
@@ -111,6 +112,7 @@ def check_layer(
     report = LayerReport(name_of(layer), tuple(rows), reference is not None, list(map(type, args)) == [tuple])
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
+    _warn("check_layer", layer, subject if report.passed else None, stacklevel=3)
     return report
 
 
@@ -286,7 +288,8 @@ def gradcheck(
     values, all are positive, or sorted along the last axis, if those in `args` are, and they are in [-1, 1] if those in
     `args` are, unless `fun` fails at all such values. If `fun` needs special values such as symmetric matrices, check a
     function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where even a
-    right gradient may differ from the central difference.
+    right gradient may differ from the central difference. Branches that no value takes
+    give a UserWarning. Shapes, dtypes, integers and statics stay as given: check several.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
@@ -394,3 +397,10 @@ def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[i
                 run_check(check(subject))
         except MismatchError as error:
             raise AssertionError(f"{checker} of {name_of(fun)}, {_ORDERS[order]}: {error}") from None
+    _warn(checker, fun, subject.root, stacklevel=4)
+
+
+def _warn(checker: str, fun: Any, subject: Subject | None, stacklevel: int) -> None:
+    if subject and subject.not_taken:
+        advice = "A wrong gradient there passes: pass arguments of which some entry takes each."
+        warnings.warn(f"{checker} of {name_of(fun)}: {subject.not_taken}. {advice}", stacklevel=stacklevel)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import evaluate_part, has_equation, inner_jaxprs, is_literal, stage
-from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError, plural
 from pylayer_jax._report import line_of
 
@@ -94,8 +96,10 @@ def _also_at_other_values(
     descriptions = ", ".join(filter(None, accepted))
     other = f", and for other values ({descriptions})" if descriptions else ""
     refused = "" if descriptions else f"; it takes no other values that were tried ({refusal})"
-    not_taken = _branches_not_taken(subject, list(accepted.values())) if with_gradients and is_first_order else ""
-    return f"{sentence}{other}{refused}{not_taken}"
+    if subject.root.not_taken is None:  # else a check of a lower order tells
+        subject.root.not_taken = _branches_not_taken(subject.root, list(accepted.values()))
+        refused += subject.root.not_taken and f"; {subject.root.not_taken}"
+    return f"{sentence}{other}{refused}"
 
 
 def _cases_at(
@@ -180,8 +184,9 @@ def _randomized(x: np.ndarray, low: float, high: float, changes_signs: bool, rng
 
 # -- branches that no value takes -----------------------------------------------------------------
 
-# Primitives that select one of several branches for each entry (`jnp.where` applies select_n, `jnp.clip` max and min),
-# with a function from the equation and its operands to the mask of the entries that take each branch.
+# Primitives with branches (`jnp.where` applies select_n, `jnp.clip` max and min, `x * (x > 0)` convert_element_type),
+# with a function from the equation and its operands to the mask of the entries that take each branch, or to a row of
+# positions per decision: the branch is taken if two rows differ.
 #
 #     lambda x: jnp.maximum(x, 0)    x = [-1, 2]    {"its first operand": [F, T], "its second operand": [T, F]}
 _BRANCHES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -190,7 +195,18 @@ _BRANCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "max": lambda _, a, b: {"its first operand": a >= b, "its second operand": b >= a},
     "min": lambda _, a, b: {"its first operand": a <= b, "its second operand": b <= a},
     "clamp": lambda _, low, x, high: {"its lower limit": x <= low, "its upper limit": x >= high},
+    **dict.fromkeys(
+        ("abs", "sign"),
+        lambda _, x: {} if jnp.iscomplexobj(x) else {"of a negative number": x < 0, "of a positive number": x > 0},
+    ),
+    "convert_element_type": lambda _, x: _masks_of_cases(x, 2) if x.dtype == bool else {},
+    **dict.fromkeys(("reduce_max", "argmax"), lambda e, x: _orders(x, e.params["axes"], slice(-1, None))),
+    **dict.fromkeys(("reduce_min", "argmin"), lambda e, x: _orders(x, e.params["axes"], slice(1))),
+    "sort": lambda e, x, *_: _orders(x, (e.params["dimension"],)),
+    "top_k": lambda e, x: _orders(x, (e.params["axis"],), slice(-e.params["k"], None)),
 }
+_POSITIVE = ("abs", "exp", "exp2", "logistic", "sqrt", "square")  # and what follows from these by:
+_KEEPS_SIGN = ("add", "broadcast_in_dim", "convert_element_type", "div", "mul", "reduce_max", "reduce_sum", "reshape")
 
 
 def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
@@ -198,72 +214,98 @@ def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
     return {name: which == np.asarray(i, which.dtype) for i, name in enumerate(names)}
 
 
-def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return "; branches that no value takes: max at layers.py:12 is never its first operand", or ""."""
-    function, w = subject.function, subject.cotangents
-    points = [(values, w) for values in accepted]
-    # `backward` may clip cotangents, so other sizes of these count too.
-    points += [(accepted[0], {k: scaled(factor, x) for k, x in w.items()}) for factor in _FAR]
-    leaves, tree = jax.tree.flatten(points[0])
+def _orders(x: Any, axes: Sequence[int], chosen: slice = slice(None)) -> dict[str, Any]:
+    """Return for each row along `axes` the positions of the entries that are chosen from the sorted row."""
+    count = math.prod(x.shape[axis] for axis in axes)
+    rows = jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(-1, count or 1)
+    branch = "another order" if chosen == slice(None) else "another entry"
+    return {branch: jnp.argsort(rows)[:, chosen]} if x.size and count > 1 and has_tangent(x) else {}
 
-    def gradients(*leaves: Any) -> tuple[list[Any], None]:
+
+def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
+    """Return "branches that no value takes: max at layers.py:12 is never its first operand", or ""."""
+
+    def results(*leaves: Any) -> tuple[list[Any], None]:
         values, w = jax.tree.unflatten(tree, leaves)
-        return function.with_values(values).gradients(w), None
+        outputs, pull = jax.vjp(subject.function.selected(w), *values)
+        return [*outputs.values(), *pull(w)], None
 
     try:
-        jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, leaves)), "backward")
-    except Exception:  # the function needs concrete values, or fails under jit: other rows tell
+        w = subject.cotangents
+        leaves, tree = jax.tree.flatten((accepted[0], w))
+        jaxpr, consts, _ = stage(results, list(map(jax.typeof, leaves)), "backward")
+    except Exception:  # no gradient, or the function needs concrete values, or fails under jit: other rows tell
         return ""
     if not has_equation(jaxpr, *_BRANCHES):
         return ""
+    # `backward` may clip cotangents, so other sizes and signs of these count too.
+    points = [(values, w) for values in accepted]
+    points += [(accepted[0], {k: scaled(factor, x) for k, x in w.items()}) for factor in (*_FAR, -1.0)]
 
-    @jax.jit
-    def run(*leaves: Any) -> dict[tuple[int, str], dict[str, Any]]:
-        _, selections = _evaluate(jaxpr, [*((x, False) for x in consts), *((x, True) for x in leaves)])
-        return {(i, operation): is_taken for i, (operation, is_taken) in enumerate(selections)}
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(changed: str, *leaves: Any) -> tuple[list[Any], dict[tuple[int, str], dict[str, Any]]]:
+        inputs = [*((x, False) for x in consts), *((x, True) for x in leaves)]
+        outputs, selections = _evaluate(jaxpr, inputs, changed)
+        return [x for x, _ in outputs], {(i, operation): taken for i, (operation, taken) in enumerate(selections)}
 
-    runs = [jax.device_get(run(*jax.tree.leaves(point))) for point in points]
-    missed = [
-        f"{operation} is never {branch}"
-        for (_, operation), is_taken in jax.tree.map(lambda *xs: any(xs), *runs).items()
-        for branch in is_taken
-        if not is_taken[branch]
-    ]
-    return f"; branches that no value takes: {', '.join(dict.fromkeys(missed))}" if missed else ""
+    def run_at_points(changed: str) -> Any:
+        return jax.tree.map(lambda *xs: np.stack(xs), *(run(changed, *jax.tree.leaves(point)) for point in points))
+
+    def has_effect(operation: str) -> bool:  # the maximum that a softmax subtracts has none
+        with contextlib.suppress(Exception):  # host code may refuse other values
+            others, rtol = run_at_points(operation)[0], subject.epsilon**0.5
+            are_close = lambda x, y: np.allclose(exact(y), exact(x), rtol, rtol * largest(x), equal_nan=True)  # noqa: E731
+            return not all(map(are_close, outputs, others))
+        return True
+
+    outputs, selections = run_at_points("")
+    operation_of = {
+        f"{operation} is never {branch}": operation
+        for (_, operation), is_taken in selections.items()
+        for branch, x in is_taken.items()
+        if not np.any(x if x.dtype == bool else x != x[:1, :1])
+    }
+    missed = [text for text, operation in operation_of.items() if has_effect(operation)]
+    return f"branches that no value takes: {', '.join(missed)}" if missed else ""
 
 
 _Value = tuple[Any, bool]  # the value of a variable of a jaxpr, and whether it depends on more than constants
-_Selection = tuple[str, dict[str, Any]]  # "max at layers.py:12", and for each branch whether any entry takes it
+_Selection = tuple[str, dict[str, Any]]  # "max at layers.py:12", and what `_BRANCHES` gives
 
 
 def _evaluate(
-    jaxpr: Any, inputs: Sequence[_Value], within: tuple[Any, ...] = ()
+    jaxpr: Any, inputs: Sequence[_Value], changed: str = "", within: tuple[Any, ...] = ()
 ) -> tuple[list[_Value], list[_Selection]]:
-    """Return the outputs of a jaxpr within the equations `within`, and its selections that depend on variables."""
+    """Return the outputs, where `changed` names an operation with other results, and selections by variables."""
     value_of: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     selections: list[_Selection] = []
+    positive: set[Any] = set()
 
     def read(atoms: Sequence[Any]) -> list[_Value]:
         return [(a.val, False) if is_literal(a) else value_of[a] for a in atoms]
 
     for equation in jaxpr.eqns:
         name, equations, operands = equation.primitive.name, (*within, equation), read(equation.invars)
+        operation = " at ".join(filter(None, [name, line_of(equations)])) if name in _BRANCHES else name
         variable_mask = [is_variable for _, is_variable in operands]
-        is_variable = any(variable_mask) and not _is_guard(equation)
+        is_signed = [np.any(a.val < 0) if is_literal(a) else a not in positive for a in equation.invars]
+        if name in _POSITIVE or (name in _KEEPS_SIGN and not any(is_signed)):
+            positive.update(equation.outvars)
+        is_variable = any(variable_mask) and not _is_guard(equation, is_signed)
         decides = variable_mask[0] if name in ("select_n", "cond") else is_variable  # the first operand selects
-        if name in _BRANCHES and decides:
+        if name in _BRANCHES and decides and (name not in ("abs", "sign") or is_signed[0]):
             masks = _BRANCHES[name](equation, *(array for array, _ in operands))
-            operation = " at ".join(filter(None, [name, line_of(equations)]))
-            selections.append((operation, {branch: jnp.any(mask) for branch, mask in masks.items()}))
+            selections.append((operation, {k: jnp.any(x) if x.dtype == bool else x for k, x in masks.items()}))
         inner = inner_jaxprs(equation.params)
         # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
         is_call = len(inner) == 1 and not inner[0].constvars and name not in ("scan", "shard_map")
         if is_call and [v.aval.shape for v in inner[0].invars] == [v.aval.shape for v in equation.invars]:
-            results, inner_selections = _evaluate(inner[0], operands, equations)
+            results, inner_selections = _evaluate(inner[0], operands, changed, equations)
             selections += inner_selections
         else:
             known = {a: array for a, (array, _) in zip(equation.invars, operands, strict=True) if not is_literal(a)}
             arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
+            arrays = list(map(_other, arrays)) if operation == changed else arrays
             # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
             is_index = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
             results = [
@@ -274,12 +316,17 @@ def _evaluate(
     return read(jaxpr.outvars), selections
 
 
-def _is_guard(equation: Any) -> bool:
-    """Return whether finite values never take a branch of the operation, as in `jnp.where(x == jnp.inf, 0, x)`."""
+def _other(x: Any) -> Any:
+    return ~x if x.dtype == bool else x if is_key(x) else x + (1 + jnp.abs(x) / 64).astype(x.dtype)
+
+
+def _is_guard(equation: Any, is_signed: Sequence[Any]) -> bool:
+    """Return whether finite values take no branch of the operation, as in `x == jnp.inf`, or only single points do."""
     name, operands = equation.primitive.name, equation.invars
-    is_compared_with_itself = name in ("eq", "ne") and operands[0] is operands[1]
+    is_tie = name in ("eq", "ne") and has_tangent(operands[0].aval)
     has_infinity = any(is_literal(a) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in operands)
-    return name == "is_finite" or is_compared_with_itself or has_infinity
+    is_known = name in ("ge", "lt") and not is_signed[0] and is_literal(operands[1]) and bool(operands[1].val <= 0)
+    return name == "is_finite" or is_tie or has_infinity or is_known
 
 
 # -- cases with a reference or numerical derivatives ----------------------------------------------

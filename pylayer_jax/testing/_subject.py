@@ -390,6 +390,7 @@ class Subject:
         cotangents: Cotangents | None = None,
     ) -> None:
         self.function, self.reference, self.options, self.base = function, reference, options, base
+        self.not_taken: str | None = None  # of a root: the branches that no value takes; None before a check
         self.order: int = 1 if base is None else base.order + 1
         if cotangents is not None:
             self.cotangents = cotangents  # in place of random cotangents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import types
@@ -117,18 +118,45 @@ def in_a_shard_map(x):
     return jnp.where(x > 1e9, 0, summed(x))
 
 
-# A layer, its arguments, and whether the report names a branch that no value takes.
+def passing(value):
+    """Return a layer of `value` whose gradient is that of x, which is wrong except for positive, sorted values."""
+    return layer(lambda x: value(x), lambda x, dy: dy, plain=True)
+
+
+def softmax(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return Tanh.apply(e / e.sum(-1, keepdims=True))
+
+
+POSITIVE = jnp.linspace(0.2, 1, 5)
+LargestLast = layer(lambda x: x.max(), lambda x, dy: jnp.zeros_like(x).at[-1].set(dy), plain=True)
+FirstOfSorted = layer(lambda x: jnp.sort(x)[0], lambda x, dy: jnp.zeros_like(x).at[0].set(dy), plain=True)
+
+# A layer, its arguments, and words with which the report names a branch that no value takes.
 BRANCHES = {
     "one limit": (lambda x: Clip.apply(jnp.abs(x)), (X,), "max at "),
     "where": (layer(lambda x: jnp.where(x > 1e9, 0, x), lambda x, dy: dy, plain=True), (X,), "select_n at test_check_"),
     "cond": (lambda x: jax.lax.cond(jnp.sum(x) > 1e9, jnp.sin, Tanh.apply, x), (X,), "cond at test_check_layer.py"),
     "cotangents": (CLIPPED.layer, CLIPPED.args, ""),
     "a guard": (lambda x: jnp.where(jnp.isfinite(x), Tanh.apply(x), 0), (X,), ""),
+    "a tie": (lambda x: jnp.maximum(Tanh.apply(x), 0) + jnp.where(x == 0, 1, x), (X,), ""),
     "an index": (CASE["SquaredPositives"].layer, CASE["SquaredPositives"].args, ""),
     "concrete values": (OnHost, (X,), ""),
     # Only 8 times the largest value that the checks try is above 1000.
     "a loop": (lambda x: jnp.where(doubled_three_times(x) > 1e3, 0, Tanh.apply(x)), (X,), ""),
     "a shard_map": (in_a_shard_map, (X,), "select_n at test_check_layer.py"),
+    "abs": (passing(jnp.abs), (POSITIVE,), "abs at test_check_layer.py"),
+    "abs of both signs": (lambda x: jnp.abs(Tanh.apply(x)), (X,), ""),
+    "abs of complex": (lambda z: jnp.abs(Square.apply(z)), (COMPLEX,), ""),
+    "sign": (passing(lambda x: jnp.sign(x) * x), (POSITIVE,), "sign at test_check_layer.py"),
+    "a mask": (passing(lambda x: x * (x > 0).astype(x.dtype)), (POSITIVE,), "convert_element_type at test_check_"),
+    "a mask of positions": (lambda x: Tanh.apply(x) * (jnp.arange(3) < 2).astype(x.dtype), (X,), ""),
+    "a maximum": (LargestLast, (POSITIVE,), "reduce_max at test_check_layer.py"),
+    "sort": (FirstOfSorted, (POSITIVE,), "sort at test_check_layer.py"),
+    "sort in another order": (lambda x: jnp.sort(Tanh.apply(x)), (X,), ""),
+    # Its result is the same for another maximum, and a sum of exponentials is positive.
+    "softmax": (softmax, (POSITIVE,), ""),
+    "logsumexp": (lambda x: jax.nn.logsumexp(Tanh.apply(x)), (POSITIVE,), ""),
 }
 
 
@@ -136,7 +164,8 @@ BRANCHES = {
 def test_a_branch_that_no_value_takes_is_named_with_its_line(name):
     subject, args, words = BRANCHES[name]
     reference = CLIPPED.reference if name == "cotangents" else None
-    message = check_layer(subject, *args, reference=reference, skip=all_but("gradients"))["gradients"].message
+    with pytest.warns(UserWarning, match=words) if words else contextlib.nullcontext():
+        message = check_layer(subject, *args, reference=reference, skip=all_but("gradients"))["gradients"].message
     assert words in message
     assert ("branches" in message) == bool(words)
 

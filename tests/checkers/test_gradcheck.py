@@ -174,6 +174,23 @@ def test_errors_of_the_layer_are_the_users_own(error):
     assert caught.traceback[-1].name == "fails"
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        gradcheck,
+        gradgradcheck,
+        lambda f, args: assert_equivalent(f, jnp.abs, args),
+        lambda f, args: assert_equivalent(f, jnp.abs, args, orders=[0]),
+        lambda f, args: assert_equivalent(f, jnp.abs, args, orders=[2]),
+    ],
+)
+def test_one_warning_lists_the_branches_that_no_value_takes(check):
+    wrong = layer(jnp.abs, lambda x, dy: dy, plain=True, name="Wrong")
+    with pytest.warns(UserWarning, match=r"of Wrong.*branches.*abs at .*negative") as caught:
+        check(wrong, (jnp.abs(X),))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 # -- assert_equivalent -----------------------------------------------------------------------------
 
 
