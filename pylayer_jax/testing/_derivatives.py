@@ -218,8 +218,7 @@ def _orders(x: Any, axes: Sequence[int], chosen: slice = slice(None)) -> dict[st
     """Return for each row along `axes` the positions of the entries that are chosen from the sorted row."""
     count = math.prod(x.shape[axis] for axis in axes)
     rows = jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(-1, count or 1)
-    branch = "another order" if chosen == slice(None) else "another entry"
-    return {branch: jnp.argsort(rows)[:, chosen]} if x.size and count > 1 and has_tangent(x) else {}
+    return {"another choice": jnp.argsort(rows)[:, chosen]} if x.size and count > 1 and has_tangent(x) else {}
 
 
 def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
