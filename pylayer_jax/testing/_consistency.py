@@ -180,10 +180,10 @@ def _without_leaks(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if "shard_map[" in str(jax.make_jaxpr(compute)()):  # raises the same error again, if the layer raised it
             return compute()
         # JAX also reports a tracer that is deleted soon after its trace, such as one that `forward` stores on `ctx`.
-        before = {*map(id, _living_tracers())}
+        before = _living_tracers()  # kept alive, so that no later tracer gets the id of one
         with contextlib.suppress(jax.errors.UnexpectedTracerError):
             results = compute()
-            if {*map(id, _living_tracers())} <= before:
+            if {*map(id, _living_tracers())} <= {*map(id, before)}:
                 return results
         # In a large process, JAX may raise an IndexError while it looks for references to a leaked tracer.
         how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
