@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
@@ -27,7 +26,7 @@ import numpy as np
 from ._jax.jaxprs import has_equation
 from ._jax.rule_function import merge, select
 from ._jax.types import has_tangent, is_tensor
-from ._messages import describe
+from ._messages import bytes_of, describe
 from ._report import function_of, html_table, progress, saved_tensors_report, text_table, type_of
 from ._trees import split
 from .packers import cast_saved, quantize_saved, recompute_saved
@@ -119,7 +118,7 @@ class ProgramComparison:
         Raises:
             ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
         """
-        limit = _bytes_of(memory)
+        limit = bytes_of(memory, "within")
         if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
             raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
         # If the gradient of the first program has a NaN, all errors are NaN, and none is worse than the first.
@@ -351,19 +350,6 @@ def _seconds(step: Callable[[], Any], repeats: int) -> float:
     for _ in range(repeats):
         step()
     return (time.perf_counter() - start) / repeats
-
-
-def _bytes_of(memory: float | str) -> float:
-    if not isinstance(memory, str):
-        return memory
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(I?))?B\s*", memory.upper())
-    if match is None:
-        raise ValueError(
-            f'within: expected a number of bytes, or a text such as "2 GiB" or "1.5 GB", got {memory!r}. The units are '
-            "B, kB, MB, GB, TB, KiB, MiB, GiB and TiB."
-        )
-    number, prefix, is_binary = match.groups()
-    return float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix or " ")
 
 
 # -- cells of the table -----------------------------------------------------------------------------

@@ -490,7 +490,8 @@ def linearize(
     if packs and call.block is not None and n:
         names = call.residual_names(kept, len(residuals))
         packed, arrays, outputs = call.block.pack(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
-        residuals, owners = [*arrays, *residuals[n:]], packed.owners
+        residuals = [*arrays, *call.block.hold(residuals[n:])]
+        owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
         names, unnamed = _checkpoint_names(call, kept, len(run.residuals)), residuals
         residuals = list(unnamed)

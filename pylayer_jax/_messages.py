@@ -329,3 +329,17 @@ class NoForwardModeError(TypeError):
             f"{name} has no rule for forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize): it defines "
             f"backward alone. {advice} reverse mode: jax.vjp, jax.grad, jax.jacrev."
         )
+
+
+def bytes_of(memory: float | str, owner: str) -> float:
+    """Return a number of bytes, which may be a text such as "2 GiB"."""
+    if isinstance(memory, (int, float)) and memory >= 0:
+        return memory
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(I?))?B\s*", str(memory).upper())
+    if match is None:
+        raise ValueError(
+            f'{owner}: expected a number of bytes, or a text such as "2 GiB" or "1.5 GB", got {memory!r}. The units '
+            "are B, kB, MB, GB, TB, KiB, MiB, GiB and TiB."
+        )
+    number, prefix, is_binary = match.groups()
+    return float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix or " ")

@@ -38,6 +38,7 @@ from ._hooks.pack import Step, key_of
 from ._hooks.primitives import EXACT, ROWS, Error, Rounding
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, has_tangent, shard_counts, unchecked
+from ._messages import bytes_of
 
 Only = Callable[..., Any]
 
@@ -59,6 +60,8 @@ def _is_float(x: Any) -> bool:
 
 class _ReadyPair(saved_tensors_hooks):
     """Base class of the ready pairs, whose pack hooks return an array, or a function without arguments as a pytree."""
+
+    _limit: float | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
@@ -85,7 +88,16 @@ class _ReadyPair(saved_tensors_hooks):
             recomputes=bool(recompute),
             packs_arguments=bool(arguments),
             only=condition if step is None else None,
+            limit=self._limit,
         )
+
+
+def _moved(x: Any) -> float:
+    return 0.99 * _n_bytes(x)  # of two tensors of one size, keep that on the host
+
+
+def _n_bytes(x: Any) -> float:
+    return math.prod(x.shape) * (1 / 8 if x.dtype == np.bool_ else x.dtype.itemsize)
 
 
 @unchecked
@@ -105,13 +117,33 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     are not cheap are kept. Elementwise operations such as a gelu, a normalization or a product with a mask are computed
     again, as the other ready pairs do too.
 
+    With a `limit`, the decorated function is planned as a whole. Until what it keeps fits, backward computes costly
+    operations again too, those first that save most bytes for an operation: matrix products, convolutions, reductions,
+    slices, gathers, random bits and masks that follow from keys and integers. What decides by floats, loops,
+    collectives, kernels, effects and custom rules are never repeated. Such a pair decorates a function; it is no block.
+
+        >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
+        >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
+        (64, 64)
+
     Args:
         arguments: whether to compute again what follows from values outside the block.
         only: a predicate that selects the tensors that may be computed again.
+        limit: the bytes of one device that backward may keep, beside what came from outside: a number, or a text such
+            as "64 MiB". In a loop, for all iterations together; in a function that `jax.vmap` batches, for one example.
+
+    Warns:
+        UserWarning: if the least that can be kept is more than the limit.
+
+    Raises:
+        ValueError: if `limit` is no number of bytes.
+        TypeError: in a `with` block with a limit; or if the function changes an argument in place, as modules of
+            flax.nnx may, or gets a `jax.Ref`.
     """
 
-    def __init__(self, *, arguments: bool = False, only: Only | None = None) -> None:
-        super().__init__(recompute_saved, (), None, True, arguments, only)
+    def __init__(self, *, arguments: bool = False, only: Only | None = None, limit: float | str | None = None) -> None:
+        self._limit = None if limit is None else bytes_of(limit, "recompute_saved")
+        super().__init__(recompute_saved, (self._limit,), None, True, arguments, only)
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -145,7 +177,9 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return Partial(_to_device if x.committed else np.asarray, _to_host(x))
             return np.asarray(x)
 
-        step = Step(move, _restored, differentiable=True, floats_only=True, is_last=True, rounding=lambda _: EXACT)
+        step = Step(
+            move, _restored, differentiable=True, floats_only=True, is_last=True, rounding=lambda _: EXACT, size=_moved
+        )
         super().__init__(save_on_cpu, (bool(pin_memory),), step, recompute, arguments, only)
 
 
@@ -209,7 +243,13 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         info = jnp.finfo(narrow)
         has_range = info.maxexp >= jnp.finfo(jnp.float32).maxexp  # else a value may overflow where its results do not
         error = Rounding(Error.RELATIVE if has_range else Error.OVERFLOWING, float(info.eps) / 2)
-        step = Step(pack, _restored, differentiable=True, rounding=lambda x: error if is_narrowed(x) else EXACT)
+        step = Step(
+            pack,
+            _restored,
+            differentiable=True,
+            rounding=lambda x: error if is_narrowed(x) else EXACT,
+            size=lambda x: math.prod(x.shape) * narrow.itemsize if is_narrowed(x) else _n_bytes(x),
+        )
         super().__init__(cast_saved, (narrow,), step, recompute, arguments, only)
 
 
@@ -282,8 +322,15 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             may_be_packed = _is_float(x) and x.shape[-1:] not in ((), (1,))
             return Rounding(Error.RANGE, 0.5 / (2**bits - 3)) if may_be_packed else EXACT
 
+        def size(x: Any) -> float:
+            if not rounding(x).size or not isinstance(x.shape[-1], int):
+                return _n_bytes(x)
+            block = _block_length(x.shape[-1], block_size)
+            return min(_n_bytes(x), math.prod(x.shape) * (bits / 8 + 3 * max(4, x.dtype.itemsize) / block))
+
         settings = bits, block_size, rounds_stochastically
-        super().__init__(quantize_saved, settings, Step(pack, _restored, rounding=rounding), recompute, arguments, only)
+        step = Step(pack, _restored, rounding=rounding, size=size)
+        super().__init__(quantize_saved, settings, step, recompute, arguments, only)
 
 
 def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
@@ -502,7 +549,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     ) -> None:
         path = os.path.abspath(os.fspath(directory))
         save = functools.partial(_File, _Folder(path))
-        step = Step(save, _File.restored, host=True, floats_only=True, rounding=lambda _: EXACT)
+        step = Step(save, _File.restored, host=True, floats_only=True, rounding=lambda _: EXACT, size=_moved)
         super().__init__(save_on_disk, (path,), step, recompute, arguments, only)
 
 

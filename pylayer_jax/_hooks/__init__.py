@@ -29,6 +29,9 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
 10. To transpose the map, `Pullback` restores the residuals and calls the function that `jax.vjp` returned. In staged
     code, a barrier makes XLA wait for the cotangents before it unpacks. A layer does the same with its saved tensors,
     but restores each only when `backward` reads it.
+
+A pair with a limit decides once for a whole decorated function, and not operation by operation: `planned` stages the
+function and its backward, `plan` chooses what is kept, by a minimum cut. Bodies of loops in it are planned functions.
 """
 
 from .active import active_pair, hooks_suspended

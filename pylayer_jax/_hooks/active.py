@@ -14,6 +14,7 @@ from pylayer_jax._jax.traces import current_trace, is_staging, set_current_trace
 from .pack import Pair
 
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
+PLANNED: Final = "planned"  # the value of `active` while a function is staged for a plan, which packs its residuals
 OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts residuals without hooks
 
 # The innermost block of this thread, a part of the key of each of JAX's caches: see NOTE [blocks as keys].

@@ -16,14 +16,15 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
 
-from pylayer_jax._jax.traces import set_current_trace
+from pylayer_jax._jax.traces import nothing_is_traced, set_current_trace
 from pylayer_jax._jax.types import typeof
 from pylayer_jax._messages import plural
 
-from .active import Block, active_pair, entered_block, innermost_block
+from .active import OFF, Block, active, active_pair, entered_block, innermost_block
 from .host import store_of
 from .operations import BackwardWatch, enter_block
 from .pack import Hook, Origin, Pair, Step, key_of
+from .planned import NotPlannedError, call_planned
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,6 +98,10 @@ def _stacklevel_of_user() -> int:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
     is_own = [not any(part in file for part in _NOT_OF_USER) for file in files]
     return is_own.index(True) + 1 if any(is_own) else 2
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=_stacklevel_of_user() + 1)
 
 
 def _shown(value: Any) -> str:
@@ -244,6 +249,22 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
             nonlocal is_watched
+            if self._pair.limit is not None and active.value is not OFF and not nothing_is_traced():
+                self._check_enabled()
+                self._was_entered = True
+                self._pair.store.add_owner(self)
+                try:
+                    return call_planned(function, self._pair, args, kwargs, _warn)
+                except NotPlannedError as reason:
+                    name = getattr(function, "__name__", repr(function))
+                    raise TypeError(
+                        f"{type(self).__name__}(limit=...) plans {name} as a whole, and cannot, since {reason}. Return "
+                        "the new state instead; or, for modules of flax.nnx, decorate the function of their arrays, "
+                        "with split_inputs and merge_inputs of flax.nnx.transforms.general: "
+                        f"split_inputs(packer(merge_inputs({name})))."
+                    ) from None
+            if self._pair.limit is not None:
+                return function(*args, **kwargs)
             with self:
                 block = entered_block(self._pair)
                 if block is None or not block.is_at_top:
@@ -261,11 +282,19 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         return hooked
 
-    def __enter__(self) -> Self:
+    def _check_enabled(self) -> None:
         block = innermost_block()
         if block is not None and isinstance(block.value, str):
             block.check_task()
             raise RuntimeError(block.value)
+
+    def __enter__(self) -> Self:
+        self._check_enabled()
+        if self._pair.limit is not None:
+            raise TypeError(
+                f"{type(self).__name__}(limit=...) decides for a whole function: decorate it, as in "
+                f"{type(self).__name__}(limit=...)(loss), in place of `with`."
+            )
         self._was_entered = True
         self._pair.store.add_owner(self)
         enter_block(self._pair)

@@ -71,10 +71,21 @@ from pylayer_jax._jax.transparency import Identity
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 from pylayer_jax._trees import WeakTable
 
-from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported, reads_origins
+from .active import (
+    OFF,
+    PLANNED,
+    Block,
+    active,
+    active_pair,
+    hooks_suspended,
+    innermost_block,
+    is_reported,
+    reads_origins,
+)
 from .host import HostStore
 from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
+from .planned import LayerMarks, Planned, held
 from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, Row, fold, is_number
 from .residuals import (
     PackedResiduals,
@@ -290,6 +301,7 @@ class HookedOperation(RuleFunction):
             origins = self._origins(primals, nonzero, [*values, *residuals]) if is_read else {}
             packing = self._packing(primals, dict(zip(map(id, leaves), residuals, strict=True)), recorder, origins)
             packed, arrays, values = pack_residuals(packing, residuals, values)
+            arrays = held(arrays, primals)
         linear = Pullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
@@ -473,7 +485,7 @@ class _BlockMark(Identity):
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a nested block was entered while JAX staged this jaxpr."""
     for equation in jaxpr.eqns:
-        if equation.primitive is rule_function_p and isinstance(payload_of(equation), _BlockMark):
+        if equation.primitive is rule_function_p and isinstance(payload_of(equation), (_BlockMark, Planned)):
             return True
         if any(map(_holds_block, inner_jaxprs(equation.params))):
             return True
@@ -853,10 +865,20 @@ class LayerBlock(NamedTuple):
         # As in `HookedOperation.rule`, the hooks run in a trace in which the values of the saved tensors are known.
         with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
             packing = Packing(self.pair, owner, inputs, origin, left, exact=exact, is_users_rule=True)
-            return pack_residuals(packing, tensors, outputs)
+            packed, arrays, outputs = pack_residuals(packing, tensors, outputs)
+            return packed, held(arrays, inputs), outputs
+
+    def hold(self, arrays: Sequence[Any]) -> list[Any]:
+        return held(arrays)
 
 
-def layer_block(pair: Pair, layer: str, operands: Sequence[Any], is_exact: bool) -> LayerBlock:
+def layer_block(layer: str, operands: Sequence[Any], is_exact: bool) -> LayerBlock | LayerMarks | None:
+    """Return the block of hooks around a call of a layer, if there is one."""
+    if active.value is PLANNED:
+        return LayerMarks(layer, is_exact)
+    pair = active_pair()
+    if pair is None:
+        return None
     trace = _trace_of_block()
     if trace is None:  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [], is_exact)
@@ -871,10 +893,10 @@ def layers_pack_themselves() -> Any:
     return set_current_trace(without_pass_through(current_trace()))
 
 
-def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:
-    """Record that the block computed these outputs of a layer."""
+def mark_as_computed(values: Sequence[Any], origin: Origin) -> None:
+    """Record that the block computed these outputs of a layer, or of a planned function."""
     if (trace := _trace_of_block()) is not None:
-        trace.set_record(list(map(whole_batch, values)), ValueRecord(Place.BLOCK, block.origin))
+        trace.set_record(list(map(whole_batch, values)), ValueRecord(Place.BLOCK, origin))
 
 
 def _trace_of_block() -> BlockTrace | None:

@@ -134,14 +134,14 @@ def notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
 # -- origins ------------------------------------------------------------------------------------------------
 
 
-def _names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
+def names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
     """Return the names of operations by JAX's traceback, which their derivatives share."""
     name_of: dict[Any, str] = {}
     for equation in [e for jaxpr in jaxprs for e in jaxpr.eqns]:
         inner = inner_jaxprs(equation.params)
         is_call = equation.primitive.name in JITTED and not is_users(inner[0])
         if inner and not is_call:
-            name_of |= _names_of_equations(inner)
+            name_of |= names_of_equations(inner)
         elif equation.source_info.traceback is not None:
             name_of[equation.source_info.traceback] = equation.params["name"] if is_call else equation.primitive.name
     return name_of
@@ -159,7 +159,7 @@ def origins_of(
 
     `function` evaluates or differentiates `jaxprs`. `given` has the origins of the operands.
     """
-    name_of = _names_of_equations(jaxprs)
+    name_of = names_of_equations(jaxprs)
     with hooks_suspended():
         jaxpr, consts, _ = stage(lambda *args: (function(*args), None), list(map(typeof, operands)), "residuals")
     inputs = [Value(v.aval, "input", str(i - len(consts))) for i, v in enumerate(jaxpr.invars)]
@@ -170,10 +170,10 @@ def origins_of(
     if len(found) != len(values):  # JAX may keep other constants of staged code than of eager code
         return {}
     notes_of = by_value(notes)
-    return {id(x): _origin(v, notes_of, origin_of, outer, name_of) for x, v in zip(found, values, strict=True)}
+    return {id(x): origin_of_value(v, notes_of, origin_of, outer, name_of) for x, v in zip(found, values, strict=True)}
 
 
-def _origin(
+def origin_of_value(
     value: Value, notes_of: Any, origin_of: dict[Value, Origin], outer: Origin, name_of: Mapping[Any, str]
 ) -> Origin:
     found, others = list[Note](), list[Value]()
@@ -198,7 +198,9 @@ def _origin(
     if named:
         own = dataclasses.replace(own, name=named[-1].name)
     if others:
-        own = dataclasses.replace(own, others=tuple(_origin(x, notes_of, origin_of, outer, name_of) for x in others))
+        own = dataclasses.replace(
+            own, others=tuple(origin_of_value(x, notes_of, origin_of, outer, name_of) for x in others)
+        )
     return with_saver(own, savers[0].layer, savers[0].name) if savers else own
 
 
@@ -226,6 +228,14 @@ def _operation_name(value: Value, name_of: Mapping[Any, str]) -> str:
 
 def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> tuple[list[Value], list[Note]]:
     """Return a `Value` for each output of a jaxpr inside of the equations `within`, and the notes on all its values."""
+    value_of, notes = values_of(jaxpr, inputs, within)
+    return [Value(a.aval, "constant", str(a.val)) if is_literal(a) else value_of[a] for a in jaxpr.outvars], notes
+
+
+def values_of(
+    jaxpr: Any, inputs: Sequence[Value], within: Equations = (), calls_of: Mapping[Any, Equations] = {}
+) -> tuple[dict[Any, Value], list[Note]]:
+    """Return the values of all variables, and the notes on them. `calls_of`: result -> calls that were opened."""
     value_of = dict(zip(jaxpr.invars, inputs, strict=True))
     value_of |= {v: Value(v.aval, "constant", "closed over") for v in jaxpr.constvars}
     notes: list[Note] = []
@@ -234,10 +244,11 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> t
         return [Value(a.aval, "constant", str(a.val)) if is_literal(a) else value_of[a] for a in atoms]
 
     for equation in jaxpr.eqns:
-        results, new_notes = _results((*within, equation), read(equation.invars))
+        calls = calls_of.get(equation.outvars[0], ()) if equation.outvars else ()
+        results, new_notes = _results((*within, *calls, equation), read(equation.invars))
         value_of.update(zip(equation.outvars, results, strict=True))
         notes += new_notes
-    return read(jaxpr.outvars), notes
+    return value_of, notes
 
 
 def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:

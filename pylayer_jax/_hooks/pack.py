@@ -97,6 +97,7 @@ class Step(NamedTuple):
     is_last: bool = False  # whether no step can follow. A step with `host` is always last
     name: str = ""  # the name of a step of a chain, for messages
     rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
+    size: Callable[[Any], float] | None = None  # a type -> the bytes that its packed form takes on the device
 
 
 def reference(value: Any) -> Callable[[], Any]:
@@ -117,6 +118,7 @@ class Pair:
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
+    limit: float | None = None  # the bytes that backward may keep: a decorated function is planned as a whole
 
     def __post_init__(self) -> None:
         self.is_selective: bool = self.by_name is not None or bool(self.predicates())
@@ -155,6 +157,10 @@ class Pair:
     def is_name(self, expression: Expression) -> bool:
         """Return whether the pair may choose other hooks for the result, by its name, than for the operand."""
         return self.is_selective and expression.function.primitive.name == "name"
+
+    def is_named(self, equation: Any) -> bool:
+        """Return whether the pair may choose other hooks for the result of an equation, by its name."""
+        return self.is_selective and equation.primitive.name == "name"
 
     def note(self, origin: Origin, is_kept: bool) -> None:
         """Record the names of a tensor, for a warning about keys of `by_name` that match no kept one."""

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.traces import is_tracer
+from pylayer_jax._jax.traces import Var, is_tracer
 from pylayer_jax._jax.types import typeof, unchecked
 
 JITTED: Final = ("jit",)
@@ -141,6 +141,8 @@ class Operand(NamedTuple):
 
     @property
     def aval(self) -> Any:
+        if isinstance(self.value, Var):
+            return self.value.aval
         return self.value.function.aval if isinstance(self.value, Expression) else typeof(self.value)
 
     @property
@@ -239,6 +241,7 @@ class Row(NamedTuple):
     is_compared: bool = False  # the transpose of its derivative compares its operand, as for max pooling
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
+    costs: bool = False  # only a limit lets backward compute it again
 
 
 KEPT: Final = Row()
@@ -252,6 +255,9 @@ def _rows() -> dict[str, Row]:
         if Error.UNKNOWN in found:
             found = found | {Error.OVERFLOWING: found[Error.UNKNOWN]}
         return {name: Row(found, **facts) for name in names.split()}
+
+    # Costly operations, which backward repeats only to meet a limit.
+    costs: dict[str, Any] = {"costs": True}
 
     def elementwise(range_: Condition | None = None, integers: bool = False) -> dict[Error, Condition]:
         found = {exact: _always, relative: _always}
@@ -272,11 +278,16 @@ def _rows() -> dict[str, Row]:
         **row("name stop_gradient", everywhere, is_move=True, **view),
         **row("pcast", **view),
         **row("pvary", everywhere, is_move=True, **view),
+        **row("device_put sharding_constraint", **view),
         # A slice, and a reversal, communicate along a sharded axis.
-        **row("device_put rev sharding_constraint slice split", **view),
-        **row("dynamic_slice", is_view=True),
+        **row("rev slice split unstack", **view, **costs),
+        **row("dynamic_slice", is_view=True, **costs),
         **row("convert_element_type", cast, **view),
-        **row("concatenate new_ref pad psum real imag reduce_sum", keeps_nothing=True),
+        **row("new_ref psum real imag", keeps_nothing=True),
+        **row("concatenate pad reduce_sum", keeps_nothing=True, **costs),
+        **row("cumsum cumlogsumexp cummax cummin cumprod gather reduce_and reduce_max reduce_min reduce_or", **costs),
+        **row("bitcast_convert_type random_bits random_fold_in random_seed random_unwrap random_wrap", **costs),
+        **row("shift_left shift_right_arithmetic shift_right_logical threefry2x32", **costs),
         **row("neg", everywhere, keeps_nothing=True),
         **row("add add_any sub", sums, keeps_nothing=True),
         **row("mul", elementwise(_either(_moves_range_once, _within, _near_one), integers=True), keeps_numbers=True),
@@ -295,7 +306,7 @@ def _rows() -> dict[str, Row]:
         **row("eq ge gt le lt ne", of_integers, decides=True),
         **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
         **row("reduce_window_max reduce_window_min select_and_gather_add", is_compared=True),
-        **row("conv_general_dilated dot_general ragged_dot_general", is_product=True),
+        **row("conv_general_dilated dot_general ragged_dot_general", is_product=True, **costs),
     }
 
 
@@ -304,5 +315,5 @@ ROWS: Final = _rows()
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a concrete scalar, the same in all runs of a program."""
-    is_other = is_tracer(value) or type(value) in (Expression, weakref.ref)
+    is_other = is_tracer(value) or type(value) in (Expression, weakref.ref, Var)
     return not is_other and np.ndim(value) == 0

@@ -28,6 +28,7 @@ from .traces import (
     DebugInfo,
     Literal,
     ShapedArray,
+    Var,
     checkpoint_name,
     current,
     eval_jaxpr,
@@ -208,6 +209,44 @@ def _evaluate(
             name = name_of.get(variable)
             values.setdefault(variable, checkpoint_name(value, name) if name else value)
     return [v.val if is_literal(v) else values[v] for v in wanted]
+
+
+def opened(jaxpr: Any) -> tuple[Any, dict[int, tuple[Any, ...]]]:
+    """Replace jitted functions by their equations. Return also, by position, the calls around each equation."""
+    equations: list[Any] = []
+    calls_of: dict[int, tuple[Any, ...]] = {}
+    outvars = _opened(jaxpr, jaxpr.invars, (), equations, calls_of)
+    return jaxpr.replace(eqns=equations, outvars=outvars), calls_of
+
+
+def _opened(
+    jaxpr: Any, operands: Sequence[Any], calls: tuple[Any, ...], equations: list[Any], calls_of: dict[int, Any]
+) -> list[Any]:
+    atom_of = dict(zip(jaxpr.invars, operands, strict=True))
+    outer = calls[-1].source_info if calls else None
+    takes_line = outer is not None and not is_users(jaxpr)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [a if is_literal(a) else atom_of[a] for a in atoms]
+
+    for equation in jaxpr.eqns:
+        source, params = equation.source_info, equation.params
+        if outer is not None:
+            source = source.replace(name_stack=outer.name_stack + source.name_stack)
+            source = source.replace(traceback=outer.traceback) if takes_line else source
+        if equation.primitive.name == "jit" and not jaxpr_and_consts(params["jaxpr"])[1] and is_inlinable(params):
+            call = equation.replace(source_info=source)
+            found = _opened(
+                jaxpr_and_consts(params["jaxpr"])[0], read(equation.invars), (*calls, call), equations, calls_of
+            )
+            atom_of |= zip(equation.outvars, found, strict=True)
+            continue
+        # The jaxpr of a jitted function may be called several times, so its variables are made anew.
+        results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
+        atom_of |= zip(equation.outvars, results, strict=True)
+        calls_of[len(equations)] = calls
+        equations.append(equation.replace(invars=read(equation.invars), outvars=results, source_info=source))
+    return read(jaxpr.outvars)
 
 
 # -- Refs and lowering ---------------------------------------------------------------------------------

@@ -1,0 +1,399 @@
+"""Chooses what a function keeps for backward, what it packs, and what backward computes again.
+
+    F  { lambda ; x w. let h = x @ w; t = tanh h; d = 1 - t²; y = sum t in (y, w, x, d) }     y, then the residuals
+
+    kept      t, in 8 bits     the residual d follows from it
+    free      x, w             they come from outside
+
+A `Graph` has the equations of the forward pass of a whole function. Which variables are kept is a minimum cut: of all
+sets from which backward can compute the residuals, it has the fewest bytes, and of these sets the fewest operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+
+from pylayer_jax._jax.jaxprs import is_literal
+from pylayer_jax._jax.types import has_tangent
+
+from .pack import Pair, Step
+from .primitives import (
+    EXACT,
+    KEPT,
+    OTHER,
+    ROWS,
+    SAME,
+    STEEP,
+    UNKNOWN,
+    Error,
+    Operand,
+    PrimitiveFunction,
+    Rounding,
+    Row,
+)
+
+_SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
+_UNIT: Final = 1024  # an operation, in the capacities of a graph
+_BYTE: Final = 1 << 40  # a byte, where bytes are compared first
+_STEP: Final = 0.05
+_INFINITE: Final = 1 << 200
+
+
+def _size(shape: Sequence[Any]) -> float:
+    size: Any = math.prod(shape)  # no integer, if `jax.export` has symbolic dimensions
+    return size if isinstance(size, int) else 1 << 40
+
+
+def n_bytes(aval: Any) -> float:
+    return _size(aval.shape) * aval.dtype.itemsize
+
+
+# -- a minimum cut -----------------------------------------------------------------------------------------
+
+
+def minimum_cut(n_nodes: int, edges: Iterable[tuple[int, int, int]], source: int, sink: int) -> list[bool]:
+    """Return a mask of the nodes on the side of the source, by the algorithm of Dinic (1970)."""
+    ends, rest, edges_of = list[int](), list[int](), [list[int]() for _ in range(n_nodes)]
+    for start, end, capacity in edges:  # edge i, and its reverse i ^ 1
+        edges_of[start].append(len(ends))
+        edges_of[end].append(len(ends) + 1)
+        ends += end, start
+        rest += capacity, 0
+    while True:
+        level = [-1] * n_nodes
+        level[source] = 0
+        reached = [source]
+        for node in reached:
+            for i in edges_of[node]:
+                if rest[i] and level[ends[i]] < 0:
+                    level[ends[i]] = level[node] + 1
+                    reached.append(ends[i])
+        if level[sink] < 0:
+            return [x >= 0 for x in level]
+        position, path = [0] * n_nodes, list[int]()
+        node = source
+        while True:
+            if node == sink:
+                flow = min([rest[i] for i in path])
+                for i in path:
+                    rest[i] -= flow
+                    rest[i ^ 1] += flow
+                first = next(n for n, i in enumerate(path) if not rest[i])
+                node = ends[path[first] ^ 1]
+                del path[first:]
+                continue
+            while position[node] < len(edges_of[node]):
+                i = edges_of[node][position[node]]
+                if rest[i] and level[ends[i]] == level[node] + 1:
+                    path.append(i)
+                    node = ends[i]
+                    break
+                position[node] += 1
+            else:
+                if node == source:
+                    break
+                node = ends[path.pop() ^ 1]
+                position[node] += 1
+
+
+# -- the graph ---------------------------------------------------------------------------------------------
+
+
+class Keeping(NamedTuple):
+    """How a variable would be kept."""
+
+    steps: Sequence[Step]
+    roundings: frozenset[Rounding]
+    bytes: float  # on the device
+
+
+class Made(NamedTuple):
+    """What is known about a value that backward has or computes."""
+
+    rounded: frozenset[Any]  # the kept variables with an error from which it is computed
+    roundings: frozenset[Rounding]
+    operations: frozenset[int]  # those with which it shares the tensors that they keep
+    steep: frozenset[Any]  # the variables whose equations may have enlarged an error
+    by: str  # the primitive that computes it again; "" for a kept variable
+
+
+_FREE: Final = Made(frozenset(), frozenset(), frozenset(), frozenset(), "")
+
+
+class Graph:
+    """The forward pass of a function, whose outputs from `n_outputs` on are residuals.
+
+    `outside` has the inputs that are kept anyway. `keeping` returns how a variable would be kept, and `is_move` has the
+    residuals that backward may compute again by moves only.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        residuals: Sequence[Any],
+        pair: Pair,
+        outside: Collection[Any],
+        keeping: Callable[[Any], Keeping],
+        fixed: Mapping[Any, Keeping],
+        operations_of: Mapping[Any, frozenset[int]],
+    ) -> None:
+        self.jaxpr, self.pair = jaxpr, pair
+        self.residuals = residuals  # distinct variables
+        self.position = {v: i for i, v in enumerate([v for e in jaxpr.eqns for v in e.outvars])}
+        self.maker: dict[Any, Any] = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self.operations_of = operations_of  # residual -> the operations whose derivatives read it
+        self._keeping, self._of_keeping = keeping, dict(fixed)
+        self.fixed = fixed  # what has to be kept, and how
+        self.free = self._free(outside)
+        self.forbidden: tuple[set[Any], set[Any]] = set(), set()  # what backward does not make: cheap, or at a price
+        self.reach = self._reach()
+        self.from_keys = self._from_keys()
+
+    def _free(self, outside: Collection[Any]) -> set[Any]:
+        """Return what backward has without keeping it: inputs from outside, and their views."""
+        free, self.views = set(outside), set[Any]()
+        for e in self.jaxpr.eqns:
+            read = [x for x in e.invars if not is_literal(x)]
+            of_floats = [x for x in read if has_tangent(x.aval)] or read
+            if row_of(e).is_view and read and all(x in free or x in self.views for x in of_floats):
+                # The block may have computed the start indices of a slice.
+                (free if all(x in free for x in read) else self.views).update(e.outvars)
+        return free
+
+    def _from_keys(self) -> set[Any]:
+        """Return what follows from keys and integers alone, as random bits and masks do: it can be repeated exactly."""
+        found = {v for v in self.jaxpr.invars if not has_tangent(v.aval)}
+        for e in self.jaxpr.eqns:
+            if all(is_literal(x) or x in found for x in e.invars):
+                found.update(e.outvars)
+        return found
+
+    def _reach(self) -> dict[Any, float]:
+        """Return the size of the largest variable that elementwise operations make of each variable."""
+        reach: dict[Any, float] = {}
+        for e in reversed(self.jaxpr.eqns):
+            if row_of(e).recomputed:
+                size = max([n_bytes(v.aval) for v in e.outvars] + [reach.get(v, 0) for v in e.outvars])
+                reach.update({x: max(size, reach.get(x, 0)) for x in e.invars if not is_literal(x)})
+        return reach
+
+    def keeping(self, v: Any) -> Keeping:
+        if v not in self._of_keeping:
+            found = Keeping((), frozenset(), n_bytes(v.aval)) if v in self.views else self._keeping(v)
+            is_small = n_bytes(v.aval) < _SMALL * self.reach.get(v, 0)
+            if self.pair.recomputes and is_small and found.roundings:
+                # A rounded mean would move all that is computed from it.
+                # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
+                found = Keeping((), frozenset(), n_bytes(v.aval))
+            self._of_keeping[v] = found
+        return self._of_keeping[v]
+
+    def may_make(self, v: Any, is_costly: bool = False) -> bool:
+        """Return whether backward may compute a variable again, whatever the errors of its operands."""
+        e = self.maker.get(v)
+        if e is None or v in self.forbidden[is_costly] or v in self.fixed:
+            return False
+        if v in self.free or v in self.views:
+            return True
+        row = row_of(e)
+        if is_costly and self._may_repeat(e, v):
+            return True
+        if len(e.outvars) > 1:
+            return False
+        if not self.pair.recomputes:
+            return Error.UNKNOWN in row.recomputed
+        return bool(row.recomputed)
+
+    def _may_repeat(self, e: Any, v: Any) -> bool:
+        """Return whether backward may repeat a costly equation, to meet a limit."""
+        row = row_of(e)
+        return (row.costs or (row.decides and v in self.from_keys)) and not e.effects
+
+    # -- choice ------------------------------------------------------------------------------------------
+
+    def choose(self, price: float = math.inf) -> tuple[list[Any], dict[Any, Made]]:
+        """Return the variables to keep, and what backward makes of them, each in the order of the equations.
+
+        `price` is the number of operations that backward may spend to save a byte; infinity: only cheap ones.
+        """
+        is_costly = price != math.inf
+        while True:
+            kept = self._cut(price)
+            made, failed = self._check(kept, is_costly)
+            if not failed:
+                return [v for v in (*self.jaxpr.invars, *self.position) if v in kept], made
+            self.forbidden[is_costly].update(failed)
+
+    def _cut(self, price: float) -> set[Any]:
+        is_costly = price != math.inf
+        number_of: dict[Any, int] = {}
+        edges: list[tuple[int, int, int]] = []
+        operands_of: list[tuple[int, Any]] = []  # node -> the variables that are needed to make it
+        source, sink = 0, 1
+        to_visit = list(self.residuals)
+        while to_visit:
+            v = to_visit.pop()
+            if v in number_of or (v in self.free and v not in self.maker):
+                continue
+            node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
+            if v in self.free:
+                edges.append((node, node + 1, _INFINITE))
+                continue
+            size = self.keeping(v).bytes
+            edges.append((node, node + 1, int(size * (price * _UNIT if is_costly else _BYTE)) + 1))
+            if not self.may_make(v, is_costly):
+                edges.append((node + 1, sink, _INFINITE))
+                continue
+            e = self.maker[v]
+            # Of equal equations the later ones cost more, so that a limit takes them one by one.
+            cost = cost_of(e) * (1 + _STEP * self.position[v] / len(self.position))
+            edges.append((node + 1, sink, 1 + int(_UNIT * cost)))
+            operands = [x for x in e.invars if not is_literal(x)]
+            to_visit += operands
+            operands_of += [(node + 1, x) for x in operands]
+        edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
+        edges += [(source, number_of[r], _INFINITE) for r in self.residuals if r in number_of]
+        on_side = minimum_cut(2 * len(number_of) + 2, edges, source, sink)
+        return {v for v, node in number_of.items() if v not in self.free and on_side[node] and not on_side[node + 1]}
+
+    # -- errors ------------------------------------------------------------------------------------------
+
+    def _check(self, kept: set[Any], is_costly: bool) -> tuple[dict[Any, Made], set[Any]]:
+        """Return what backward makes, and the variables that it may not make, for their errors."""
+        needed = set(self.residuals)
+        order: list[Any] = []
+        for e in reversed(self.jaxpr.eqns):
+            for v in e.outvars:
+                if v in needed and v not in kept and v not in self.free:
+                    order.append(v)
+                    needed.update(x for x in e.invars if not is_literal(x))
+        operations = {v: self.operations_of.get(v, frozenset[int]()) for v in kept}
+        while True:
+            made, failed = self._judged(order[::-1], operations, is_costly)
+            # An operation keeps each tensor from which its residuals follow.
+            found = dict(operations)
+            for v in self.residuals:
+                if v in made and v not in failed:
+                    found |= {x: found[x] | self.operations_of[v] for x in made[v].rounded if x in found}
+            if found == operations:
+                return made, failed
+            operations = found
+
+    def _judged(
+        self, order: Sequence[Any], operations: Mapping[Any, frozenset[int]], is_costly: bool
+    ) -> tuple[dict[Any, Made], set[Any]]:
+        known: dict[Any, Made] = {}
+        for v in operations:
+            roundings = self.keeping(v).roundings
+            rounded = frozenset([v]) if roundings else frozenset[Any]()
+            known[v] = Made(rounded, roundings, operations[v], frozenset(), "")
+        made: dict[Any, Made] = {}
+        failed: set[Any] = set()
+        for v in order:
+            e = self.maker[v]
+            operands = [_FREE if is_literal(x) else known.get(x, _FREE) for x in e.invars]
+            result = self._made(v, e, operands)
+            is_exact = v in self.views or (is_costly and not result.roundings and self._may_repeat(e, v))
+            reason = None if is_exact else self._objection(v, e, operands, result)
+            if reason:
+                failed |= reason
+                result = result._replace(rounded=frozenset([v]), steep=frozenset())
+            known[v] = made[v] = result
+        return made, failed
+
+    def _made(self, v: Any, e: Any, operands: Sequence[Made]) -> Made:
+        inexact = [x for x in operands if x.roundings]
+        shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[int]()
+        steep = frozenset[Any]().union(*[x.steep for x in operands])
+        function = PrimitiveFunction(e.primitive, e.params, v.aval)
+        if inexact and function.is_steep(self._operands(e, operands)):
+            steep |= {v}
+        return Made(
+            frozenset[Any]().union(*[x.rounded for x in operands]),
+            frozenset[Rounding]().union(*[x.roundings for x in operands]),
+            shared | self.operations_of.get(v, frozenset()),
+            steep,
+            e.primitive.name,
+        )
+
+    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool = False) -> list[Operand]:
+        own = operation_of(e)
+
+        def distance(x: Made) -> int:
+            if own in x.operations or not x.roundings:
+                return SAME
+            return STEEP if x.steep and not ignores_steep else OTHER
+
+        return [
+            Operand(a.val if is_literal(a) else a, x.rounded, distance(x), x.by)
+            for a, x in zip(e.invars, operands, strict=True)
+        ]
+
+    def _objection(self, v: Any, e: Any, operands: Sequence[Made], result: Made) -> set[Any] | None:
+        """Return None if backward may compute `v` with these errors, else the variables to keep or make otherwise."""
+        if v in self.residuals and not self._is_fine_enough(v, result):
+            return {v}
+        function = PrimitiveFunction(e.primitive, e.params, v.aval)
+        recomputed = row_of(e).recomputed
+        errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
+        conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
+        if None in conditions:
+            return {v}
+        if all(c(function, self._operands(e, operands)) for c in conditions if c):
+            return None
+        # Without the large factor before it, this one would do: keep the value behind the factor.
+        if all(c(function, self._operands(e, operands, ignores_steep=True)) for c in conditions if c):
+            return set(result.steep) - {v} or {v}
+        return {v}
+
+    def _is_fine_enough(self, v: Any, result: Made) -> bool:
+        own = self.keeping(v).roundings
+        if UNKNOWN in result.roundings and UNKNOWN not in own:
+            return False
+        known = [r for r in result.roundings if r != UNKNOWN]
+        return max(known, default=EXACT) <= max([*[r for r in own if r != UNKNOWN], own_rounding(v.aval)])
+
+
+# -- facts about equations -----------------------------------------------------------------------------------
+
+
+def row_of(e: Any) -> Row:
+    return ROWS.get(e.primitive.name, KEPT)
+
+
+def operation_of(e: Any) -> int:
+    """Return a number of the operation that an equation belongs to: its derivatives share JAX's traceback."""
+    return id(e.source_info.traceback)
+
+
+def own_rounding(aval: Any) -> Rounding:
+    """Return the error that a value has as a number of its dtype."""
+    is_float = jnp.issubdtype(aval.dtype, jnp.inexact)
+    return Rounding(Error.RELATIVE, float(jnp.finfo(aval.dtype).eps) / 2) if is_float else EXACT
+
+
+_TRANSCENDENTAL: Final = frozenset(
+    [
+        *("cbrt", "cos", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic"),
+        *("pow", "rsqrt", "sin", "sqrt", "tan", "tanh"),
+    ]
+)
+
+
+def cost_of(e: Any) -> float:
+    """Return about how many operations an equation takes."""
+    size = sum([_size(v.aval.shape) for v in e.outvars])
+    name = e.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = e.params["dimension_numbers"]
+        return 2 * size * _size([e.invars[0].aval.shape[i] for i in contracted])
+    if name == "conv_general_dilated":
+        kernel, numbers = e.invars[1].aval.shape, e.params["dimension_numbers"]
+        return 2 * size * _size(kernel) / kernel[numbers.rhs_spec[0]]
+    if name.startswith("reduce_") or name in ("cumsum", "argmax"):
+        return sum([_size(x.aval.shape) for x in e.invars])
+    return size * (100 if name.startswith(("random_bits", "threefry")) else 10 if name in _TRANSCENDENTAL else 1)

@@ -1,0 +1,276 @@
+"""`recompute_saved(limit=...)` plans a whole function: the gradient is exact, and what backward keeps fits."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.packers import quantize_saved, recompute_saved
+from tests.kit.layers import Tanh, layer
+from tests.kit.modes import EAGER_AND_JIT
+
+KEYS = list(jax.random.split(jax.random.key(0), 4))
+X = jax.random.normal(KEYS[0], (32, 64))
+W = jax.random.normal(KEYS[1], (4, 64, 64)) / 8
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def loop(ws, x):
+    for w in ws:
+        x = x + jax.nn.gelu(norm(x @ w))
+    return jnp.mean(x**2)
+
+
+def scan(ws, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (x + jax.nn.gelu(norm(x @ w)), None), x, ws)[0] ** 2)
+
+
+def attention(ws, x):
+    for w in ws:
+        q, k, v = jnp.split(x @ jnp.concatenate([w, w.T, w * 0.5], axis=1), 3, axis=-1)
+        x = x + jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), q @ k.T, -1e9)) @ v
+    return jnp.mean(x**2)
+
+
+def branches(ws, x):
+    for w in ws:
+        x = jax.lax.switch((x[0, 0] > 0.1).astype(int), [lambda x, w: jnp.tanh(x @ w), lambda x, w: x * x[:1]], x, w)
+    return jnp.mean(x**2)
+
+
+def dropout(ws, x):
+    for key, w in zip(KEYS, ws, strict=True):
+        x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), jnp.tanh(x @ w), 0) / 0.8
+    return jnp.mean(x**2)
+
+
+def layers(ws, x):
+    for w in ws:
+        x = Tanh.apply(x @ w) + jnp.sin(x)
+    return jnp.mean(x**2)
+
+
+@jax.custom_vjp
+def largest(x):
+    return jnp.where(x == x.max(), x, 0.5 * x)
+
+
+largest.defvjp(lambda x: (largest(x), (x, x.max())), lambda saved, dy: (dy * jnp.where(saved[0] == saved[1], 1, 0.5),))
+
+
+def compared(ws, x):
+    for w in ws:
+        x = largest(jax.nn.gelu(x @ w))
+    return jnp.mean(x**2)
+
+
+FUNCTIONS = [loop, scan, attention, branches, dropout, layers, compared]
+
+
+def second(f):
+    return lambda *args: jax.grad(lambda *a: jnp.sum(jnp.sin(jax.grad(f, 1)(*a))), (0, 1))(*args)
+
+
+def bytes_held(f):
+    _, pullback = jax.vjp(jax.jit(f), W, X)
+    arrays = {id(x): x.nbytes for x in jax.tree.leaves(pullback) if x is not W and x is not X}
+    return sum(arrays.values())
+
+
+def error(found, expected):
+    found, expected = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, expected))
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("limit", [1e9, "24 KiB", 0])
+@EAGER_AND_JIT
+@pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
+def test_the_gradient_is_exact(function, limit, mode):
+    f = recompute_saved(limit=limit)(function)
+    assert error(mode(jax.grad(f, (0, 1)))(W, X), jax.jit(jax.grad(function, (0, 1)))(W, X)) < 1e-5
+    np.testing.assert_array_equal(jax.jit(f)(W, X), jax.jit(function)(W, X))
+
+
+@pytest.mark.parametrize("function", [loop, scan, layers])
+@pytest.mark.parametrize("place", ["jit", "jit inside", "vmap"])
+@pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
+def test_a_second_derivative_is_exact(function, place):
+    f = recompute_saved(limit="8 KiB")(function)
+    if place == "vmap":
+        run = lambda f: jax.jit(jax.vmap(second(f), (None, 0)))(W, jnp.stack([X, 2 * X]))  # noqa: E731
+    else:
+        run = lambda f: second(jax.jit(f))(W, X) if place == "jit inside" else jax.jit(second(f))(W, X)  # noqa: E731
+    assert error(run(f), run(function)) < 1e-4
+
+
+@pytest.mark.parametrize("function", [loop, attention, dropout])
+def test_what_is_kept_fits_the_limit(function):
+    plain = bytes_held(recompute_saved(limit=1e9)(function))
+    kept = [bytes_held(recompute_saved(limit=plain * share)(function)) for share in (0.7, 0.4, 0.15)]
+    keys = sum(key.nbytes for key in KEYS)  # come from outside
+    assert all(size <= share * plain + keys for size, share in zip(kept, (0.7, 0.4, 0.15), strict=True))
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_a_limit_never_makes_it_keep_more():
+    assert bytes_held(recompute_saved(limit="1 GiB")(loop)) <= bytes_held(recompute_saved()(loop))
+
+
+def test_one_budget_for_the_iterations_of_a_loop():
+    carry = X.nbytes * (len(W) + 1)  # of each iteration, and the result
+    assert bytes_held(recompute_saved(limit=carry)(scan)) <= carry
+
+
+def operations_of(f):
+    return jax.jit(jax.grad(f)).lower(W, X).compile().cost_analysis()["flops"]
+
+
+def test_products_are_computed_again_only_for_a_limit():
+    assert operations_of(recompute_saved(limit="1 GiB")(loop)) < 1.1 * operations_of(loop)
+    assert operations_of(recompute_saved(limit="4 KiB")(loop)) > 1.2 * operations_of(loop)
+
+
+def test_what_does_not_fit_is_told():
+    with pytest.warns(UserWarning, match=r"more than the limit of 100"):
+        jax.grad(recompute_saved(limit=100)(scan))(W, X)
+
+
+@pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
+def test_a_comparison_of_floats_is_never_made_again():
+    step = layer(lambda x: jnp.where(x > 0, x, 0), lambda x, dy: jnp.where(x > 0, dy, 0), plain=True)
+    report = saved_tensors_report(recompute_saved(limit=0)(lambda ws, x: jnp.sum(step.apply(jnp.sin(x @ ws[0])))), W, X)
+    assert report.total_bytes == X.nbytes  # what the rule saves, which it may compare
+
+
+def test_a_block_says_to_decorate():
+    with pytest.raises(TypeError, match="decorate"), recompute_saved(limit="1 MiB"):
+        pass
+
+
+@pytest.mark.parametrize("limit", ["64 megabytes", -1, "MiB"])
+def test_a_limit_is_a_number_of_bytes(limit):
+    with pytest.raises(ValueError, match="MiB"):
+        recompute_saved(limit=limit)
+
+
+def test_concrete_values_are_an_error_with_a_way_out():
+    with pytest.raises(jax.errors.ConcretizationTypeError) as raised:
+        jax.grad(recompute_saved(limit=0)(lambda x: x * float(x)))(2.0)
+    assert "with" in "".join(raised.value.__notes__)
+
+
+def test_a_function_that_changes_its_argument_is_refused():
+    def loss(state, x):
+        state["count"] = state["count"] + 1
+        return jnp.sum(x)
+
+    with pytest.raises(TypeError, match="split_inputs"):
+        jax.grad(recompute_saved(limit=0)(loss), 1)({"count": jnp.zeros(())}, X)
+
+
+def test_state_that_the_function_reads_is_never_stale():
+    scale = 1.0
+    f = recompute_saved(limit=0)(lambda x: jnp.sum(x**2) * scale)
+    first = jax.grad(f)(X)
+    scale = 2.0
+    np.testing.assert_array_equal(jax.grad(f)(X), 2 * first)
+
+
+def test_closed_over_values_are_differentiated():
+    def outer(f):
+        return jax.grad(lambda ws: f(functools.partial(loop, ws))(X))(W)
+
+    assert error(outer(recompute_saved(limit="4 KiB")), outer(lambda f: f)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
+def test_pairs_within_pairs():
+    inner = recompute_saved(limit=0)(lambda w, x: jnp.tanh(norm(x @ w)))
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jax.nn.gelu(inner(w, x))
+        return jnp.mean(x**2)
+
+    plain = jax.grad(lambda ws, x: loss(ws, x))(W, X)
+    assert error(jax.grad(recompute_saved(limit="24 KiB")(loss))(W, X), plain) < 1e-5
+    assert error(jax.jit(jax.grad(quantize_saved(8)(loss)))(W, X), plain) < 0.05
+
+
+def test_hooks_that_are_disabled():
+    with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        jax.grad(recompute_saved(limit=0)(loop))(W, X)
+
+
+def test_a_static_argument_and_a_pytree():
+    @recompute_saved(limit="1 KiB")
+    def loss(params, name, *, power):
+        assert name == "text"
+        return {"loss": jnp.sum(jnp.tanh(X @ params["w"]) ** power), "name": name}
+
+    found = jax.grad(lambda p: loss(p, "text", power=2)["loss"])({"w": W[0], "static": None})
+    assert error(found["w"], jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w) ** 2))(W[0])) < 1e-5
+    assert loss({"w": W[0]}, "text", power=2)["name"] == "text"
+
+
+def test_without_differentiation_the_function_runs_as_it_is():
+    seen = []
+    with warnings.catch_warnings(action="error"):
+        recompute_saved(limit=0)(lambda x: seen.append(float(x.sum())))(X)
+    assert seen == [float(X.sum())]
+
+
+@pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
+def test_debug_nans_checks_what_it_checks_without():
+    with jax.debug_nans(True):
+        jax.grad(recompute_saved(limit=0)(loop))(W, X)  # jnp.var has a NaN within
+        with pytest.raises(FloatingPointError):
+            jax.grad(recompute_saved(limit=0)(lambda x: jnp.sum(jnp.sqrt(x - 9))))(X)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_effects_happen_once(mode):
+    seen = []
+
+    def loss(x):
+        jax.debug.callback(seen.append, x[0, 0])
+        return jnp.sum(jnp.tanh(x) ** 2)
+
+    mode(jax.grad(recompute_saved(limit="1 KiB")(loss)))(X)
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_around_and_within_a_checkpoint(policy):
+    pair, checkpoint = recompute_saved(limit="4 KiB"), functools.partial(jax.checkpoint, policy=policy)
+    expected = jax.jit(jax.grad(loop))(W, X)
+    assert error(jax.jit(jax.grad(pair(checkpoint(loop))))(W, X), expected) < 1e-5
+    assert error(jax.jit(jax.grad(checkpoint(pair(loop))))(W, X), expected) < 1e-5
+
+
+def test_no_cache_holds_the_function():
+    class Held:
+        pass
+
+    kept = Held()
+    alive = weakref.ref(kept)
+    f = recompute_saved(limit="64 KiB")(lambda ws, x, kept=kept: loop(ws, x))
+    jax.grad(f)(W, X)
+    jax.jit(jax.grad(f))(W, X)
+    del f, kept
+    gc.collect()
+    assert alive() is None
