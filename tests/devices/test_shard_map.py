@@ -175,14 +175,7 @@ PRODUCTS = {
 }
 
 
-def products():
-    for name, product in PRODUCTS.items():
-        # jax 0.10 cannot transpose its own pvary in the vjp function of an operation there.
-        fails = name == "operation in a block" and jax.__version_info__ < (0, 11)
-        yield pytest.param(product, id=name, marks=[pytest.mark.xfail(raises=ValueError, strict=True)] if fails else [])
-
-
-@pytest.mark.parametrize("product", list(products()))
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_an_operand_that_all_examples_share(product):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
