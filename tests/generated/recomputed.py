@@ -149,8 +149,9 @@ def draw_step(rng: random.Random, depth: int) -> Step:
     i, j = -1 - int(rng.expovariate(1.0)), -1 - int(rng.expovariate(0.5))
     tables = [list(CHEAP)] * 3 + [list(UNARY)] * 2 + [list(BINARY)] * 3 + [DECIDES] + [list(PIECES)] * 9
     name = rng.choice(rng.choice(tables + [list(CONTAINERS), *[list(OUTER)] * 4] * (2 * depth)))
-    has_body, view = name in CONTAINERS or name in OUTER, rng.choice(["ws", *VIEWS])
-    return Step(name, i, j, draw_steps(rng, depth - 1) if has_body else (), view)
+    view = rng.choice(["ws", *VIEWS])
+    body = draw_steps(rng, depth - 1) if name in CONTAINERS or name in OUTER else ()
+    return Step(name, i, j, body, view if name in PIECES or name in OUTER else "ws")
 
 
 def function_of(steps: tuple[Step, ...]) -> Callable[[Any, Outside], Any]:
