@@ -246,12 +246,13 @@ class Budget:
 
     def __init__(self, price: float = math.inf) -> None:
         self.price = price
-        # id of a planned function -> its plan, the number of its runs, and the equation of which it is one branch
-        self.plans: dict[int, tuple[Plan, int, int]] = {}
+        # planned function -> its plan, the number of its runs, and the equation of which it is one branch. (No ids as
+        # keys: a function within a body may be gone when the next one is made. tests: test_loops_within_loops)
+        self.plans: dict[Any, tuple[Plan, int, Any]] = {}
 
     def bytes_at(self, price: float) -> float:
         """Return how many bytes would be kept: of the branches of a cond, those of the largest."""
-        of_equation: dict[int, float] = {}
+        of_equation: dict[Any, float] = {}
         for plan, times, key in self.plans.values():
             of_equation[key] = max(of_equation.get(key, 0), times * plan.bytes_at(price))
         return sum(of_equation.values())
@@ -763,8 +764,7 @@ class Planned(RuleFunction):
         if key not in self._plans:
             self._plans[key] = self._new_plan(types, nonzero, has_bodies)
         plan, around = self._plans[key], self.around
-        equation = around.within[-1] if around.within else self
-        around.budget.plans[id(self)] = plan, around.times, id(equation)
+        around.budget.plans[self] = plan, around.times, around.within[-1] if around.within else self
         return plan
 
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
@@ -773,7 +773,7 @@ class Planned(RuleFunction):
             return self._plan_at(self.around, types, nonzero, has_bodies)
         budget = Budget()
         plan = self._plan_at(self.around._replace(budget=budget), types, nonzero, has_bodies)
-        budget.plans[id(self)] = plan, 1, id(self)
+        budget.plans[self] = plan, 1, self
         if budget.bytes_at(math.inf) <= limit:
             return plan
         price = budget.price_for(limit)

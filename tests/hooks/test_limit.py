@@ -133,6 +133,21 @@ def test_one_budget_for_the_iterations_of_a_loop():
     assert bytes_held(recompute_saved(limit=carry)(scan)) <= carry
 
 
+def test_loops_within_loops():
+    def outer(ws, x):
+        def body(x, w):
+            x, _ = jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=3)
+            y, _ = jax.lax.scan(lambda x, _: (jnp.cos(x @ w), None), x, None, length=3)
+            return x + y, None
+
+        return jnp.mean(jax.lax.scan(body, x, ws)[0] ** 2)
+
+    carries = X.nbytes * (len(W) * 6 + 1)  # of each inner iteration, and the result
+    assert bytes_held(recompute_saved(limit=carries)(outer)) <= carries
+    with pytest.warns(UserWarning, match=f"keeps {carries:,} bytes"):
+        jax.grad(recompute_saved(limit=carries - 1)(outer))(W, X)
+
+
 def operations_of(f):
     return jax.jit(jax.grad(f)).lower(W, X).compile().cost_analysis()["flops"]
 
