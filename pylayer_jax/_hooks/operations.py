@@ -85,7 +85,7 @@ from .active import (
 from .host import HostStore
 from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
-from .planned import LayerMarks, Planned, held
+from .planned import LayerMarks, Planned, held, pulled
 from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, Row, fold, is_number
 from .residuals import (
     PackedResiduals,
@@ -388,17 +388,7 @@ class Pullback(LinearMap):
             return self._call(pullback, unpacked.cotangents)
 
     def _call(self, pullback: Any, cotangents: Sequence[Any]) -> Values:
-        given = iter(cotangents)
-        full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in self._value_types]
-        if not hasattr(pullback, "with_logs"):  # before jax 0.12
-            return list(pullback(full))
-        found, logs = pullback.with_logs(full)
-        if logs:  # only JAX's own primitives may pass logs on
-            raise TypeError(
-                f"the backward of the operation {self.name} returns the logs {sorted(map(str, logs))}, which a block "
-                "of hooks would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
-            )
-        return list(found)
+        return pulled(pullback, cotangents, self._value_types, self.name)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True

@@ -111,6 +111,10 @@ class Keeping(NamedTuple):
     bytes: float  # on the device
 
 
+def as_it_is(v: Any) -> Keeping:
+    return Keeping((), frozenset(), n_bytes(v.aval))
+
+
 class Made(NamedTuple):
     """What is known about a value that backward has or computes."""
 
@@ -125,10 +129,9 @@ _FREE: Final = Made(frozenset(), frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
-    """The forward pass of a function, whose outputs from `n_outputs` on are residuals.
+    """The forward pass of a function, from which backward needs the `residuals`.
 
-    `outside` has the inputs that are kept anyway. `keeping` returns how a variable would be kept, and `is_move` has the
-    residuals that backward may compute again by moves only.
+    `outside` has the inputs that are kept anyway. `keeping` returns how a variable would be kept.
     """
 
     def __init__(
@@ -183,12 +186,12 @@ class Graph:
 
     def keeping(self, v: Any) -> Keeping:
         if v not in self._of_keeping:
-            found = Keeping((), frozenset(), n_bytes(v.aval)) if v in self.views else self._keeping(v)
+            found = as_it_is(v) if v in self.views else self._keeping(v)
             is_small = n_bytes(v.aval) < _SMALL * self.reach.get(v, 0)
             if self.pair.recomputes and is_small and found.roundings:
                 # A rounded mean would move all that is computed from it.
                 # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
-                found = Keeping((), frozenset(), n_bytes(v.aval))
+                found = as_it_is(v)
             self._of_keeping[v] = found
         return self._of_keeping[v]
 

@@ -73,7 +73,7 @@ from pylayer_jax._trees import has_changed, split
 from .active import PLANNED, active, hooks_suspended, is_reported, reads_origins
 from .origins import Mark, Value, by_value, names_of_equations, origin_of_value, values_of, with_saver
 from .pack import Origin, Pair, pack_tensor, roundings_of, steps_for
-from .plan import Graph, Keeping, n_bytes, operation_of, row_of
+from .plan import Graph, Keeping, as_it_is, n_bytes, operation_of, row_of
 from .primitives import JITTED, UNKNOWN, Expression, fold, leaves_of
 from .residuals import keeps_residuals, outside_blocks
 
@@ -226,8 +226,8 @@ def pulled(pullback: Any, cotangents: Sequence[Any], value_types: Sequence[Any],
     found, logs = pullback.with_logs(full)
     if logs:  # only JAX's own primitives may pass logs on
         raise TypeError(
-            f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which hooks would lose. "
-            "Apply the function that returns them (defvjp_with_logs) outside of the hooks."
+            f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which a block of hooks "
+            "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
         )
     return list(found)
 
@@ -247,7 +247,7 @@ class Budget:
     def __init__(self, price: float = math.inf) -> None:
         self.price = price
         # planned function -> its plan, the number of its runs, and the equation of which it is one branch. (No ids as
-        # keys: a function within a body may be gone when the next one is made. tests: test_loops_within_loops)
+        # keys: a function within a body may be gone when the next one is made.)
         self.plans: dict[Any, tuple[Plan, int, Any]] = {}
 
     def bytes_at(self, price: float) -> float:
@@ -497,7 +497,7 @@ class Plan:
                 v = e.invars[0]
             if v not in free:
                 keeping = self._keeping(v)
-                found[v] = _as_it_is(v) if is_exact and any(r != UNKNOWN for r in keeping.roundings) else keeping
+                found[v] = as_it_is(v) if is_exact and any(r != UNKNOWN for r in keeping.roundings) else keeping
 
         for v, marks in self.derivative.marks.items():
             for mark, _ in marks:
@@ -507,7 +507,7 @@ class Plan:
             for x in e.invars if row_of(e).is_compared else ():
                 if not is_literal(x) and x in residuals:
                     fix(x, True)
-        return found | {v: _as_it_is(v) for v in self.held}
+        return found | {v: as_it_is(v) for v in self.held}
 
     def _dependent(self) -> set[Any]:
         """Return the variables of backward that depend on cotangents."""
@@ -520,7 +520,7 @@ class Plan:
 
     def _keeping(self, v: Any) -> Keeping:
         if is_key(v.aval) or 0 in v.aval.shape:
-            return _as_it_is(v)
+            return as_it_is(v)
         found: list[Any] = []
         # A predicate gets a tracer, as under `jax.jit`.
         stage(
@@ -611,10 +611,6 @@ class Plan:
         value, *bound = barrier([x, *arrays])
         array_of = dict(zip(map(id, arrays), bound, strict=True))
         return value, fold(residual, lambda a: array_of[id(a)])
-
-
-def _as_it_is(v: Any) -> Keeping:
-    return Keeping((), frozenset(), n_bytes(v.aval))
 
 
 class _Origins:

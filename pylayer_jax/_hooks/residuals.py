@@ -64,6 +64,7 @@ from .pack import (
     roundings_of,
     steps_for,
 )
+from .plan import own_rounding
 from .primitives import (
     EXACT,
     JITTED,
@@ -490,7 +491,7 @@ class _Packer:
         # Hooks of users may be exact or coarse: a tensor of theirs is computed again from tensors of theirs alone.
         if UNKNOWN in found.roundings and UNKNOWN not in own:
             return False
-        return max(_known(found.roundings), default=EXACT) <= max([*_known(own), _own_rounding(value)])
+        return max(_known(found.roundings), default=EXACT) <= max([*_known(own), own_rounding(typeof(value))])
 
     def _derivation(self, value: Any) -> _Derivation:
         found = self._derive(value)
@@ -680,13 +681,6 @@ def _functions_of(residual: Any) -> list[Any]:
 def _known(roundings: Iterable[Rounding]) -> list[Rounding]:
     """Leave out errors of users' hooks."""
     return [rounding for rounding in roundings if rounding != UNKNOWN]
-
-
-def _own_rounding(value: Any) -> Rounding:
-    """Return the error that a value has as a number of its dtype."""
-    dtype = typeof(value).dtype
-    is_float = jnp.issubdtype(dtype, jnp.inexact)
-    return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
 
 
 def _n_bytes(aval: Any) -> float:
