@@ -298,6 +298,8 @@ def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]
     names = [tensor.name, *(note.name for note in notes if not note.layer)]
     layer, name, equations = savers[0][1:4] if savers else ("", names[-1], tensor.equations)
     is_from_input = tensor.kind == "input"
+    origins = [note.origin for note in notes[::-1] if note.origin is not None]
+    entries = [o.block for o in origins if o.block is not None]  # for a layer that is decorated itself
     remarks = {
         f"the input {tensor.name}": bool(savers) and is_from_input,
         **{f"also {n.layer}, {n.name}": (n.layer, n.name) != (layer, name) for n in savers},
@@ -314,9 +316,9 @@ def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]
         bytes=n_bytes,
         packed_bytes=sum(a.bytes for a in arrays),
         host_bytes=sum(a.bytes for a in arrays if _is_on_host(a)),
-        source=line_of(equations),
+        source=line_of(equations) or source_line(entries[:1]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
-        inside=next((note.origin.inside for note in notes[::-1] if note.origin is not None), ()),
+        inside=next((o.inside for o in origins), ()),
     )
 
 

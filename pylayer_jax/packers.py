@@ -256,7 +256,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors as 8-bit or 4-bit integers with a scale and an offset per block, and bool arrays as bits.
 
-        >>> loss = quantize_saved(bits=8)(lambda x: jnp.sum(jnp.sin(x + x)))
+        >>> loss = quantize_saved(bits=8)(lambda x: jnp.sum(jnp.sin(jnp.cumsum(x, 1))))
         >>> report = saved_tensors_report(loss, jnp.ones((8, 128)))
         >>> report.total_unpacked_bytes, report.total_bytes
         (4096, 1120)
@@ -686,7 +686,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     `info.operation`, and those in `info.inside`, from the innermost to the outermost. The first that is a key of the
     dict decides. So the name of a module's class selects the tensors that the module computes:
     `{"Attention": save_on_cpu(), ...: None}`. The key `...` is for all others.
-    `saved_tensors_report` prints a name of each tensor.
+    `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it is no block.
 
     Backward recomputes cheap operations unless this could enlarge the packing error; if the pairs differ in what it may
     recompute, the strictest decides for all. Values from outside the block are packed only if all pairs have

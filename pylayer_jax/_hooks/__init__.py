@@ -30,8 +30,8 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
     code, a barrier makes XLA wait for the cotangents before it unpacks. A layer does the same with its saved tensors,
     but restores each only when `backward` reads it.
 
-A pair with a limit decides once for a whole decorated function, and not operation by operation: `planned` stages the
-function and its backward, `plan` chooses what is kept, by a minimum cut. Bodies of loops in it are planned functions.
+A decorated function is planned as a whole: `planned` stages the function and its backward, `plan` chooses what is kept,
+by a minimum cut. Bodies of loops in it are planned functions. It needs neither the trace nor the records of a block.
 """
 
 from .active import active_pair, hooks_suspended

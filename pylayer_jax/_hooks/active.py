@@ -24,11 +24,6 @@ active: Final = jax.make_user_context(None)
 is_reported: Final = jax.make_user_context(False)
 
 
-def reads_origins(pair: Pair) -> bool:
-    """Return whether the pair or the report reads more of an origin than a name."""
-    return pair.is_selective or is_reported.value
-
-
 # The innermost block that this asyncio task entered, or inherited from the task that created it. All tasks of a thread
 # see the same value of `active`, so `check_task` compares the two.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)

@@ -24,7 +24,7 @@ from .active import OFF, Block, active, active_pair, entered_block, innermost_bl
 from .host import store_of
 from .operations import BackwardWatch, enter_block
 from .pack import Hook, Origin, Pair, Step, key_of
-from .planned import NotPlannedError, call_planned
+from .planned import NotPlannedError, call_planned, name_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,15 +56,16 @@ class Predicate:
 
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only
-        self._takes_array_alone = _takes(only, 1)
+        self.takes_array_alone = _takes(only, 1)
         self.was_true = self.was_reported = False
         self.seen: dict[str, None] = {}  # tensors for which it was False, until it is True
 
     def __call__(self, array: Any, origin: Origin) -> bool:
-        is_true = bool(self._only(array) if self._takes_array_alone else self._only(array, origin))
+        is_true = bool(self._only(array) if self.takes_array_alone else self._only(array, origin))
         self.was_true |= is_true
         if not self.was_true:
-            self.seen[f"{typeof(array)} of {', '.join(origin.keys[:2])}"] = None
+            names = ", ".join(origin.keys[:2])  # known to a plan
+            self.seen[f"{typeof(array)} of {names}" if names else str(typeof(array))] = None
         return is_true
 
 
@@ -101,7 +102,7 @@ def _stacklevel_of_user() -> int:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=_stacklevel_of_user() + 1)
+    warnings.warn(message, stacklevel=_stacklevel_of_user())
 
 
 def _shown(value: Any) -> str:
@@ -117,7 +118,9 @@ class _RemembersInitArguments:
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
-    _was_entered = _was_reported = False  # here, for the `repr` of a pair whose `__init__` raised an error
+    _was_entered = _was_reported = _was_unplanned = (
+        False  # here, for the `repr` of a pair whose `__init__` raised an error
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -139,15 +142,19 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         >>> jax.grad(loss)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
         (3, 2)
 
-    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
-    the block, each tensor once. A jitted function is one operation, and so is a loop in eager mode; a scan that JAX
-    traces packs in each iteration. What follows from other residuals by moving values (a transpose, a broadcast) is
-    recomputed. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
+    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation,
+    each tensor once. A scan that JAX traces packs in each iteration. What follows from other residuals by moving values
+    (a transpose, a broadcast) is recomputed. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
 
-    Put the block inside the function that `jax.grad` gets, or decorate this function. Around a call of `jax.grad`, or
-    of a jitted train step, a block packs only the tensors that layers save, since JAX does not show it the residuals of
-    other operations. The `repr` of a pair shows how many tensors it has packed: none if JAX reuses a program that it
-    compiled for an equal pair.
+    Decorate the function that `jax.grad` gets, or put a block inside it. A decorated function is planned as a whole:
+    where JAX traces or differentiates it, it is staged anew at each call, as by `jax.checkpoint`, and keeps the fewest
+    bytes from which backward can compute what it needs. So layers in it get traced arrays in eager mode too, and code
+    that needs numbers is an error. A function that changes an argument in place, as modules of flax.nnx do, or that
+    gets a `jax.Ref`, runs as in a block, which decides operation by operation.
+
+    Around a call of `jax.grad`, or of a jitted train step, a block packs only the tensors that layers save, since JAX
+    does not show it the residuals of other operations. The `repr` of a pair shows how many tensors it has packed: none
+    if JAX reuses a program that it compiled for an equal pair.
 
     In eager mode, the hooks get concrete arrays, and the result of `pack_hook` is kept unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
@@ -175,11 +182,12 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             without hooks. It may read the shape, dtype and sharding (`jax.typeof(x).sharding`) of the array.
             `info.operation` or `info.layer` computed the tensor, `info.name` is its name (`saved_names`,
             `checkpoint_name`), and `info.inside` has the functions (and their classes) from the block to the operation,
-            and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`.
+            and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`. A pair whose
+            predicate takes `info` decorates a function; it is no block.
 
     Warns:
-        UserWarning: if a block at top level has packed nothing (a decorated function: and runs a backward pass), or if
-            `only` was never True; once per pair.
+        UserWarning: if a block at top level has packed nothing (a decorated function: and runs a backward pass), if
+            `only` was never True, or if a decorated function runs as in a block; once per pair.
 
     Raises:
         TypeError: if a hook is not callable or does not take one argument, or if a hook without `host` needs values in
@@ -249,26 +257,14 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
             nonlocal is_watched
-            if self._pair.limit is not None and active.value is not OFF and not nothing_is_traced():
-                self._check_enabled()
-                self._was_entered = True
-                self._pair.store.add_owner(self)
-                try:
-                    return call_planned(function, self._pair, args, kwargs, _warn)
-                except NotPlannedError as reason:
-                    name = getattr(function, "__name__", repr(function))
-                    raise TypeError(
-                        f"{type(self).__name__}(limit=...) plans {name} as a whole, and cannot, since {reason}. Return "
-                        "the new state instead; or, for modules of flax.nnx, decorate the function of their arrays, "
-                        "with split_inputs and merge_inputs of flax.nnx.transforms.general: "
-                        f"split_inputs(packer(merge_inputs({name})))."
-                    ) from None
-            if self._pair.limit is not None:
+            if active.value is not OFF and not nothing_is_traced():
+                is_watched = False  # the decorated function stands where it should: JAX traces or differentiates it
+                return self._planned(function, args, kwargs)
+            if self._pair.needs_plan:
                 return function(*args, **kwargs)
             with self:
                 block = entered_block(self._pair)
                 if block is None or not block.is_at_top:
-                    is_watched = False  # the block stands where it should: JAX differentiates the function
                     return function(*args, **kwargs)
                 block.is_loss = True
                 if not is_watched:
@@ -282,6 +278,37 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         return hooked
 
+    def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a decorated function where JAX traces or differentiates it."""
+        __tracebackhide__ = True
+        self._check_enabled()
+        self._was_entered = True
+        self._pair.store.add_owner(self)
+        try:
+            result = call_planned(function, self._pair, args, kwargs, _warn)
+        except NotPlannedError as error:
+            reason = str(error)
+        else:
+            for message in self._warnings(is_idle=False):
+                _warn(message)
+            return result
+        owner, name = type(self).__name__, name_of(function)
+        advice = (
+            "Return the new state instead; or, for modules of flax.nnx, decorate the function of their arrays, with "
+            "split_inputs and merge_inputs of flax.nnx.transforms.general: "
+            f"split_inputs(packer(merge_inputs({name})))."
+        )
+        if self._pair.needs_plan:
+            raise TypeError(f"{owner} plans {name} as a whole, and cannot, since {reason}. {advice}")
+        if not self._was_unplanned:
+            self._was_unplanned = True
+            _warn(
+                f"{owner}: {name} runs as in a `with` block, where nothing is planned across operations and about "
+                f"twice as much is kept, since {reason}. {advice}"
+            )
+        with self:
+            return function(*args, **kwargs)
+
     def _check_enabled(self) -> None:
         block = innermost_block()
         if block is not None and isinstance(block.value, str):
@@ -290,10 +317,10 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
     def __enter__(self) -> Self:
         self._check_enabled()
-        if self._pair.limit is not None:
+        if self._pair.needs_plan:
             raise TypeError(
-                f"{type(self).__name__}(limit=...) decides for a whole function: decorate it, as in "
-                f"{type(self).__name__}(limit=...)(loss), in place of `with`."
+                f"{type(self).__name__}: a limit, by_name, and an `only` that takes (array, info) decide for a whole "
+                "function, and a `with` block packs each operation alone: decorate the function, as in packer(loss)."
             )
         self._was_entered = True
         self._pair.store.add_owner(self)

@@ -24,7 +24,6 @@ import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
-    evaluate_jaxpr,
     has_equation,
     inner_jaxprs,
     is_literal,
@@ -68,7 +67,7 @@ from pylayer_jax._jax.traces import (
     without_pass_through,
 )
 from pylayer_jax._jax.transparency import Identity
-from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
+from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof
 from pylayer_jax._trees import WeakTable
 
 from .active import (
@@ -80,12 +79,11 @@ from .active import (
     hooks_suspended,
     innermost_block,
     is_reported,
-    reads_origins,
 )
 from .host import HostStore
 from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
-from .planned import LayerMarks, Planned, held, pulled
+from .planned import LayerMarks, Planned, held, pulled, transposed_code
 from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, Row, fold, is_number
 from .residuals import (
     PackedResiduals,
@@ -265,14 +263,7 @@ class HookedOperation(RuleFunction):
         return super().batch(axis, dims, types)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Transpose code that contains a block of hooks, for `jax.linear_transpose`."""
-        missing = [x is None for x in args]
-        types = [v.aval for v in jaxpr.invars]
-        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
-        transposed = jax.linear_transpose(
-            lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
-        )
-        return scatter(transposed(given), missing)
+        return transposed_code(jaxpr, args, cotangents)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
@@ -297,7 +288,7 @@ class HookedOperation(RuleFunction):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
             residuals = as_arrays(leaves)  # JAX keeps some constants in internal array classes
-            is_read = self.holds_code and reads_origins(self.pair)
+            is_read = self.holds_code and is_reported.value
             origins = self._origins(primals, nonzero, [*values, *residuals]) if is_read else {}
             packing = self._packing(primals, dict(zip(map(id, leaves), residuals, strict=True)), recorder, origins)
             packed, arrays, values = pack_residuals(packing, residuals, values)
@@ -420,7 +411,7 @@ def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
     examples = list(map(whole_batch, args))
     if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args, pair):
         return Outcome.SUSPEND
-    return Outcome.PACK_INSIDE if _packs_inside(operation, examples, pair) else Outcome.HOOK
+    return Outcome.PACK_INSIDE if _packs_inside(operation, examples) else Outcome.HOOK
 
 
 def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Sequence[Any]) -> bool:
@@ -435,19 +426,15 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
     return (is_differentiated or is_later) and are_arrays and operation.kind != "while"  # which has no reverse mode
 
 
-def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
-    # After a scan, JAX would have stacked the unpacked residuals of all iterations. And `only` and `by_name` read the
-    # origin of a tensor, which names an operation inside a jitted function of the user.
+def _packs_inside(operation: Operation, examples: Sequence[Any]) -> bool:
+    # After a scan, JAX would have stacked the unpacked residuals of all iterations.
     differentiated = [x for x in examples if isinstance(x, REVERSE.tracer)]
     is_staged_below = any(map(is_staged, [*examples, *[x.primal for x in differentiated]]))
     if not (operation.is_jitted or operation.kind == "scan") or not is_staged_below:
         return False
     if any(is_differentiated(x.primal) for x in differentiated):
         return False  # residuals packed within a scan have no second derivative
-    if operation.kind == "scan":
-        return True
-    facts = _facts_of(operation.params)
-    return facts.has_loop or (pair.is_selective and facts.is_users)
+    return operation.kind == "scan" or _facts_of(operation.params).has_loop
 
 
 def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
@@ -512,7 +499,7 @@ class BlockTrace(PassThroughTrace):
             without_pass_through(trace)
         )  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = trace if isinstance(trace, BlockTrace) else None
-        self.entry = entry  # source information of the block's entry, if `only`, `by_name` or the report needs it
+        self.entry = entry  # source information of the block's entry, if the report needs it
         self.within = within  # source information of the loops around, since that of an operation begins in the body
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
@@ -695,7 +682,7 @@ class BlockTrace(PassThroughTrace):
                 is_weak = is_sum and not self.is_staging
                 leaves = [weakref.ref(x) if is_weak and is_tracer(x) else x for x in args]
                 expression = operation.expression(self._inputs(leaves, records), values[0])
-        if place is Place.BLOCK and operation.holds_code and reads_origins(self.pair):
+        if place is Place.BLOCK and operation.holds_code and is_reported.value:
             given, jaxprs = [r.origin for r in records], inner_jaxprs(operation.params)
             with set_current_trace(self.parent_trace):
                 origins = origins_of(operation.bind, jaxprs, args, given, origin, values)
@@ -708,7 +695,7 @@ class BlockTrace(PassThroughTrace):
         """Replace operands by their expressions, unless the chain would become too long."""
 
         def is_leaf(e: Expression | None) -> bool:
-            return e is None or e.depth >= MOST_EQUATIONS or self.pair.is_name(e)
+            return e is None or e.depth >= MOST_EQUATIONS
 
         return [x if is_leaf(r.expression) else r.expression for x, r in zip(leaves, records, strict=True)]
 
@@ -798,7 +785,7 @@ def enter_block(pair: Pair) -> Block:
         apply(_BlockMark(()), ())  # so that no enclosing operation packs: only the innermost pair applies
     if active.value is OFF or nothing_is_traced():
         return Block(pair).enter()
-    return BlockTrace(pair, current() if reads_origins(pair) else None).block.enter()
+    return BlockTrace(pair, current() if is_reported.value else None).block.enter()
 
 
 # -- for the report --------------------------------------------------------------------------------------

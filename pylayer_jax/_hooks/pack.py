@@ -76,6 +76,10 @@ class Origin:
         names = [name for between in (frames_between, scopes_between) for pair in pairs for name in between(*pair)]
         return tuple(name for name, previous in zip(names, [None, *names], strict=False) if name != previous)
 
+    def of(self, operation: str) -> Origin:
+        """Return the origin of what an operation computes here."""
+        return dataclasses.replace(self, operation=operation)
+
     def __getattr__(self, attribute: str) -> Any:
         raise AttributeError(f"info.{attribute} does not exist: info has name, layer, operation and inside.")
 
@@ -136,6 +140,17 @@ class Pair:
         return self.by_name is None and not self.steps and not self.recomputes
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether a hook runs on the host in compiled programs."""
+        return any(step.host for steps in (self.by_name or {None: self.steps}).values() for step in steps)
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether only a plan for a whole function can do what the pair says."""
+        reads_info = any(not only.takes_array_alone for only in self.predicates())
+        return self.limit is not None or self.by_name is not None or reads_info
+
+    @property
     def n_used(self) -> int:
         """The number of tensors that the pair packed, or left to be computed again."""
         return self.n_packed.total() + self.n_recomputed.total()
@@ -153,10 +168,6 @@ class Pair:
         named = [key for key in found if key is not ...]
         excluded = [key for key in named if not self.by_name[key]]
         return self.by_name.get((excluded or named or [...])[0], ())
-
-    def is_name(self, expression: Expression) -> bool:
-        """Return whether the pair may choose other hooks for the result, by its name, than for the operand."""
-        return self.is_selective and expression.function.primitive.name == "name"
 
     def is_named(self, equation: Any) -> bool:
         """Return whether the pair may choose other hooks for the result of an equation, by its name."""

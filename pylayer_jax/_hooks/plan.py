@@ -120,7 +120,7 @@ class Made(NamedTuple):
 
     rounded: frozenset[Any]  # the kept variables with an error from which it is computed
     roundings: frozenset[Rounding]
-    operations: frozenset[int]  # those with which it shares the tensors that they keep
+    operations: frozenset[Any]  # those with which it shares the tensors that they keep
     steep: frozenset[Any]  # the variables whose equations may have enlarged an error
     by: str  # the primitive that computes it again; "" for a kept variable
 
@@ -142,18 +142,25 @@ class Graph:
         outside: Collection[Any],
         keeping: Callable[[Any], Keeping],
         fixed: Mapping[Any, Keeping],
-        operations_of: Mapping[Any, frozenset[int]],
+        operations_of: Mapping[Any, frozenset[Any]],
+        operation_of: Mapping[Any, Any],
     ) -> None:
         self.jaxpr, self.pair = jaxpr, pair
         self.residuals = residuals  # distinct variables
         self.position = {v: i for i, v in enumerate([v for e in jaxpr.eqns for v in e.outvars])}
         self.maker: dict[Any, Any] = {v: e for e in jaxpr.eqns for v in e.outvars}
         self.operations_of = operations_of  # residual -> the operations whose derivatives read it
+        self._operation_of = operation_of  # variable -> the operation of its equation
         self._keeping, self._of_keeping = keeping, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
         self.free = self._free(outside)
         self.forbidden: tuple[set[Any], set[Any]] = set(), set()  # what backward does not make: cheap, or at a price
+        # Jitted functions of JAX hold numbers as other dtypes.
+        casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
+        self.numbers = {e.outvars[0]: e.invars[0].val for e in casts}
         self.reach = self._reach()
+        # An error of these may become large: backward reads none of them with an error of others.
+        self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in e.invars if not is_literal(x)}
         self.from_keys = self._from_keys()
 
     def _free(self, outside: Collection[Any]) -> set[Any]:
@@ -274,7 +281,7 @@ class Graph:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
                     needed.update(x for x in e.invars if not is_literal(x))
-        operations = {v: self.operations_of.get(v, frozenset[int]()) for v in kept}
+        operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in kept}
         while True:
             made, failed = self._judged(order[::-1], operations, is_costly)
             # An operation keeps each tensor from which its residuals follow.
@@ -287,7 +294,7 @@ class Graph:
             operations = found
 
     def _judged(
-        self, order: Sequence[Any], operations: Mapping[Any, frozenset[int]], is_costly: bool
+        self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], is_costly: bool
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
         for v in operations:
@@ -310,7 +317,7 @@ class Graph:
 
     def _made(self, v: Any, e: Any, operands: Sequence[Made]) -> Made:
         inexact = [x for x in operands if x.roundings]
-        shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[int]()
+        shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
         steep = frozenset[Any]().union(*[x.steep for x in operands])
         function = PrimitiveFunction(e.primitive, e.params, v.aval)
         if inexact and function.is_steep(self._operands(e, operands)):
@@ -324,7 +331,7 @@ class Graph:
         )
 
     def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool = False) -> list[Operand]:
-        own = operation_of(e)
+        own = self._operation_of[e.outvars[0]]
 
         def distance(x: Made) -> int:
             if own in x.operations or not x.roundings:
@@ -332,7 +339,7 @@ class Graph:
             return STEEP if x.steep and not ignores_steep else OTHER
 
         return [
-            Operand(a.val if is_literal(a) else a, x.rounded, distance(x), x.by)
+            Operand(a.val if is_literal(a) else self.numbers.get(a, a), x.rounded, distance(x), x.by)
             for a, x in zip(e.invars, operands, strict=True)
         ]
 
@@ -355,6 +362,8 @@ class Graph:
 
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
         own = self.keeping(v).roundings
+        if own and result.roundings and v in self.amplified:
+            return False
         if UNKNOWN in result.roundings and UNKNOWN not in own:
             return False
         known = [r for r in result.roundings if r != UNKNOWN]
@@ -368,9 +377,8 @@ def row_of(e: Any) -> Row:
     return ROWS.get(e.primitive.name, KEPT)
 
 
-def operation_of(e: Any) -> int:
-    """Return a number of the operation that an equation belongs to: its derivatives share JAX's traceback."""
-    return id(e.source_info.traceback)
+def _amplifies(e: Any) -> bool:
+    return row_of(e).amplifies or (e.primitive.name not in ROWS and e.primitive.multiple_results)
 
 
 def own_rounding(aval: Any) -> Rounding:

@@ -10,20 +10,24 @@ A `Planned` is a `RuleFunction` of J. Its rule makes the `Plan` and runs F'; its
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
+    evaluate_jaxpr,
     has_equation,
     inner_jaxprs,
     is_literal,
     is_users,
     jaxpr_and_consts,
+    line_of,
     opened,
     outside_effects,
     scan_counts,
@@ -44,12 +48,14 @@ from pylayer_jax._jax.rule_function import (
 from pylayer_jax._jax.traces import (
     NEEDS_VALUES,
     DebugInfo,
+    PassThroughTrace,
     Var,
     current,
     current_trace,
     eval_jaxpr,
     is_differentiated,
     is_staged,
+    is_staging,
     is_tracer,
     set_current_trace,
     trace_of_primals,
@@ -70,11 +76,11 @@ from pylayer_jax._jax.types import (
 )
 from pylayer_jax._trees import has_changed, split
 
-from .active import PLANNED, active, hooks_suspended, is_reported, reads_origins
+from .active import PLANNED, active, hooks_suspended, is_reported
 from .origins import Mark, Value, by_value, names_of_equations, origin_of_value, values_of, with_saver
-from .pack import Origin, Pair, pack_tensor, roundings_of, steps_for
-from .plan import Graph, Keeping, as_it_is, n_bytes, operation_of, row_of
-from .primitives import JITTED, UNKNOWN, Expression, fold, leaves_of
+from .pack import Origin, Pair, is_selected, pack_tensor, roundings_of, steps_for
+from .plan import Graph, Keeping, as_it_is, n_bytes, row_of
+from .primitives import JITTED, ROWS, UNKNOWN, Expression, fold, leaves_of
 from .residuals import keeps_residuals, outside_blocks
 
 _DEBUG: Final = DebugInfo("pylayer_jax", "an equation of a plan", None, None)
@@ -128,7 +134,7 @@ def _mark_of(equation: Any) -> Any:
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
 
 
-def _without_marks(jaxpr: Any) -> tuple[Any, Marks]:
+def _simplified(jaxpr: Any) -> tuple[Any, Marks]:
     atom_of: dict[Any, Any] = {}
     marks: Marks = {}
     equations: list[Any] = []
@@ -136,9 +142,15 @@ def _without_marks(jaxpr: Any) -> tuple[Any, Marks]:
     def read(atoms: Sequence[Any]) -> list[Any]:
         return [a if is_literal(a) else atom_of.get(a, a) for a in atoms]
 
+    computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
     for e in jaxpr.eqns:
         operands = read(e.invars)
         if (mark := _mark_of(e)) is None:
+            key = _key_of(e, operands)
+            if key is not None and key in computed:
+                atom_of |= zip(e.outvars, computed[key], strict=True)
+                continue
+            computed[key] = e.outvars
             equations.append(e.replace(invars=operands) if atom_of else e)
             continue
         atom_of |= zip(e.outvars, operands, strict=True)
@@ -146,6 +158,19 @@ def _without_marks(jaxpr: Any) -> tuple[Any, Marks]:
             if not is_literal(x):
                 marks.setdefault(x, []).append((mark, i))
     return jaxpr.replace(eqns=equations, outvars=read(jaxpr.outvars)), marks
+
+
+def _key_of(e: Any, operands: Sequence[Any]) -> Any:
+    """Return a key of what an equation computes, or None for one that may differ from an equal one."""
+    if e.effects or e.primitive.name not in ROWS:
+        return None
+    read = [(str(x.aval), np.asarray(x.val).tobytes()) if is_literal(x) else x for x in operands]
+    key = e.primitive, tuple(e.params.items()), tuple(read)
+    try:
+        hash(key)
+    except TypeError:  # a parameter has none
+        return None
+    return key
 
 
 def _is_held(equation: Any, index: int) -> bool:
@@ -219,6 +244,7 @@ class _RulePullback(LinearMap):
 
 def pulled(pullback: Any, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
     """Call a vjp function with the cotangents of those values that have any."""
+    __tracebackhide__ = True
     given = iter(cotangents)
     full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in value_types]
     if not hasattr(pullback, "with_logs"):  # before jax 0.12
@@ -236,6 +262,17 @@ def transposed(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[A
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in linear.types)
     transpose = jax.linear_transpose(lambda *cotangents: linear.transpose(residuals, cotangents), *types)
     return list(transpose(list(tangents)))
+
+
+def transposed_code(jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    """Transpose code in hooks, for `jax.linear_transpose`; None among `args` for the linear ones."""
+    missing = [x is None for x in args]
+    types = [v.aval for v in jaxpr.invars]
+    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
+    transpose = jax.linear_transpose(
+        lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
+    )
+    return scatter(transpose(given), missing)
 
 
 # -- the staged function -----------------------------------------------------------------------------------
@@ -282,9 +319,9 @@ class Surroundings(NamedTuple):
     within: tuple[Any, ...] = ()  # the equations around the body
 
 
-def prepared(jaxpr: Any, outside: Sequence[bool], around: Surroundings, has_bodies: bool) -> Any:
+def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool) -> Any:
     """Return a copy in which rules of users are marked and, if `has_bodies`, bodies are planned functions."""
-    free = set(select(jaxpr.invars, outside))
+    free = {v for v, x in zip(jaxpr.invars, outside, strict=True) if x is not False}
     equations = [_prepared_equation(e, free, around, has_bodies) for e in jaxpr.eqns]
     return jaxpr.replace(eqns=equations)
 
@@ -313,6 +350,8 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
         around = around._replace(times=around.times * params["length"])
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
         return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})
+    if name == "cond" and around.pair.is_on_host:
+        return e  # JAX cannot batch a cond with effects in its branches
     if name == "cond":
         branches = [_planned_body(branch, [True] * len(branch.invars), around, e) for branch in inner]
         return e.replace(params={**params, "branches": tuple(branches)})
@@ -369,27 +408,31 @@ def _evaluate(jaxpr: Any, equation: Any, read: Callable[[Any], Any], is_inner: b
     single = jaxpr.replace(
         invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=_DEBUG
     )
-    return (unchecked(eval_jaxpr) if is_inner else eval_jaxpr)(single, (), *map(read, inputs))
+    try:
+        return (unchecked(eval_jaxpr) if is_inner else eval_jaxpr)(single, (), *map(read, inputs))
+    except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
+        error.add_note(f"The operation {equation.primitive.name} is at {line_of([equation.source_info])}.")
+        raise
 
 
 class Derivative(NamedTuple):
     """The forward pass of a function as a jaxpr, F, and its backward pass, B, with jitted functions opened."""
 
     forward: Any  # operands -> values, residuals
-    calls_of: dict[Any, Any]  # result of an equation of forward -> the jitted functions around the equation
+    calls_of: dict[Any, Any]  # result of an equation, of both -> the jitted functions around the equation
+    operations: dict[Any, Any]  # the same -> a key of the operation that the equation belongs to
     marks: Marks
     backward: Any  # residuals, cotangents -> cotangents of the differentiated operands
     value_types: Sequence[Any]
     consts: Sequence[Any]  # concrete arrays that rules of users close over: the first operands of forward
     backward_consts: Mapping[Any, Any]  # the same of backward, by variable
-    inner: Collection[Any]  # the results of equations within jitted functions, of both
 
     @property
     def n_values(self) -> int:
         return len(self.value_types)
 
     def is_inner(self, equation: Any) -> bool:
-        return any(v in self.inner for v in equation.outvars)
+        return any(self.calls_of[v] for v in equation.outvars)
 
     @property
     def residuals(self) -> list[Any]:
@@ -397,7 +440,9 @@ class Derivative(NamedTuple):
 
 
 def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> Derivative:
+    __tracebackhide__ = True
     def forward(*args: Any) -> tuple[list[Any], Any]:
+        __tracebackhide__ = True
         values, pullback = jax.vjp(lambda *given: run(*merge(nonzero, given, args)), *select(args, nonzero))
         leaves, treedef = jax.tree_util.tree_flatten(pullback)
         return [*values, *as_arrays(leaves)], (treedef, list(map(typeof, values)))
@@ -408,6 +453,7 @@ def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Seq
     cotangent_types = [tangent_type(t) for t in value_types if has_tangent(t)]
 
     def backward(*args: Any) -> tuple[list[Any], None]:
+        __tracebackhide__ = True
         pullback = jax.tree_util.tree_unflatten(treedef, args[: len(residual_types)])
         return pulled(pullback, args[len(residual_types) :], value_types, name), None
 
@@ -415,15 +461,17 @@ def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Seq
         back, more, _ = stage(backward, [*residual_types, *cotangent_types], name)
     n = len(more)
     backward_consts = dict(zip(back.invars[:n], more, strict=True))
-    code, calls_of = opened(back)
-    inner = {v for i, e in enumerate(code.eqns) for v in e.outvars if calls_of[i]}
-    back = _without_marks(code)[0]
+    opened_back, opened_forward = opened(back), opened(jaxpr)
+    back = _simplified(opened_back.jaxpr)[0]
     back = back.replace(invars=back.invars[n:])
-    code, calls_of = opened(jaxpr)
-    calls = {v: calls_of[i] for i, e in enumerate(code.eqns) for v in e.outvars}
-    unmarked, marks = _without_marks(code)
-    inner.update(v for v, around in calls.items() if around)
-    return Derivative(unmarked, calls, marks, back, value_types, consts, backward_consts, inner)
+    unmarked, marks = _simplified(opened_forward.jaxpr)
+    calls_of: dict[Any, Any] = {}
+    operations: dict[Any, Any] = {}
+    for code, calls, keys in (opened_back, opened_forward):
+        for e, around, key in zip(code.eqns, calls, keys, strict=True):
+            calls_of |= dict.fromkeys(e.outvars, around)
+            operations |= dict.fromkeys(e.outvars, key)
+    return Derivative(unmarked, calls_of, operations, marks, back, value_types, consts, backward_consts)
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
@@ -444,22 +492,24 @@ class Plan:
         self,
         derivative: Derivative,
         pair: Pair,
-        outside: Sequence[bool],
+        outside: Sequence[bool | None],
         name: str,
         origins: _Origins | None,
         price: float,
     ) -> None:
+        """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
         self.derivative, self.pair, self.name, self.origins = derivative, pair, name, origins
         forward, backward = derivative.forward, derivative.backward
         self.backward_equations = live_equations(backward, backward.outvars)
         self.source_of = dict(zip(backward.invars, derivative.residuals, strict=False))  # residual of B -> of F
-        readers: dict[Any, set[int]] = {}  # residual of F -> the operations whose derivatives read it
-        for x, number in [(x, operation_of(e)) for e in self.backward_equations for x in e.invars] + [
-            (x, 0) for x in backward.outvars
-        ]:
+        readers: dict[Any, set[Any]] = {}  # residual of F -> the operations whose derivatives read it
+        read = [
+            (x, derivative.operations[e.outvars[0]]) for e in self.backward_equations for x in e.invars if e.outvars
+        ]
+        for x, operation in [*read, *[(x, None) for x in backward.outvars]]:
             source = None if is_literal(x) else self.source_of.get(x)
             if source is not None and not is_literal(source):
-                readers.setdefault(source, set()).add(number)
+                readers.setdefault(source, set()).add(operation)
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {
             v
@@ -467,8 +517,14 @@ class Plan:
             for i, v in enumerate(e.outvars)
             if any(isinstance(mark, Held) for mark, _ in derivative.marks.get(v, ())) or _is_held(e, i)
         }
-        is_outside = [*[True] * len(derivative.consts), *[x and not pair.packs_arguments for x in outside]]
-        free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x or not has_tangent(v.aval)}
+        places = [*[None] * len(derivative.consts), *outside]
+        is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
+        is_left = lambda v: not (has_tangent(v.aval) or pair.packs_arguments)  # noqa: E731
+        free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x or is_left(v)}
+        self._constants = {v for v, x in zip(forward.invars, places, strict=True) if x is None}
+        for e in forward.eqns:
+            if not e.effects and all(is_literal(x) or x in self._constants for x in e.invars):
+                self._constants.update(e.outvars)
         self.graph = Graph(
             forward,
             list(readers),
@@ -476,10 +532,13 @@ class Plan:
             free,
             self._keeping,
             self._fixed(readers, free),
-            {v: frozenset(numbers) for v, numbers in readers.items()},
+            {v: frozenset(found) for v, found in readers.items()},
+            derivative.operations,
         )
         self.kept, self.made = self.graph.choose(price)
-        self.free = [v for v in forward.invars if v in self.graph.free]
+        needed = self._needed(readers)
+        self.free = [v for v in forward.invars if v in self.graph.free and v in needed]
+        self.saved_inputs = self._saved_inputs()
         if pair.unmatched:
             for v in (*self.kept, *[v for v in readers if v in self.made]):
                 pair.note(self.origin(v), v not in self.made)
@@ -507,7 +566,39 @@ class Plan:
             for x in e.invars if row_of(e).is_compared else ():
                 if not is_literal(x) and x in residuals:
                     fix(x, True)
+        if self.pair.only is not None and not self.pair.steps:  # the predicate of `recompute_saved`
+            ask = lambda v: lambda x: is_selected(self.pair.only, x, self.where(v), self.origin(v))  # noqa: E731
+            found |= {v: as_it_is(v) for v in residuals if v not in free and not self._asked(v, ask(v))}
         return found | {v: as_it_is(v) for v in self.held}
+
+    def _needed(self, residuals: Collection[Any]) -> set[Any]:
+        """Return the variables that backward keeps or makes."""
+        found, to_visit = set[Any](), list(residuals)
+        kept = set(self.kept)
+        while to_visit:
+            v = to_visit.pop()
+            if v not in found:
+                found.add(v)
+                e = None if v in kept else self.maker.get(v)
+                to_visit += [x for x in e.invars if not is_literal(x)] if e else []
+        return found
+
+    def _saved_inputs(self) -> dict[Any, Any]:
+        """Return the free inputs that rules of users save, each with the class of its mark.
+
+        A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
+        """
+        found: dict[Any, Any] = {}
+        for v, marks in self.derivative.marks.items():
+            exact = [mark.is_exact for mark, _ in marks if isinstance(mark, SavedByRule)]
+            to_visit = [v] if exact else []
+            while to_visit:
+                x = to_visit.pop()
+                if x in self.maker:
+                    to_visit += [y for y in self.maker[x].invars if not is_literal(y)] if x in self.graph.free else []
+                elif x in self.graph.free:
+                    found[x] = Held if any(exact) or found.get(x) is Held else SavedByRule
+        return found
 
     def _dependent(self) -> set[Any]:
         """Return the variables of backward that depend on cotangents."""
@@ -519,15 +610,23 @@ class Plan:
         return found
 
     def _keeping(self, v: Any) -> Keeping:
-        if is_key(v.aval) or 0 in v.aval.shape:
+        if is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
             return as_it_is(v)
-        found: list[Any] = []
-        # A predicate gets a tracer, as under `jax.jit`.
-        stage(
-            lambda x: (found.append(steps_for(self.pair, x, self.name, self.origin(v))) or [], None), [v.aval], "only"
-        )
-        (steps,) = found
+        steps = self._asked(v, lambda x: steps_for(self.pair, x, self.where(v), self.origin(v)))
         return Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
+
+    def _asked(self, v: Any, question: Callable[[Any], Any]) -> Any:
+        """Return the answer of a predicate, which gets a tracer, as under `jax.jit`."""
+        _, _, answer = stage(lambda x: ([], question(x)), [v.aval], "only")
+        return answer
+
+    def where(self, v: Any) -> str:
+        """Return which tensor it is, for errors of hooks."""
+        for mark, i in self.derivative.marks.get(v, ()):
+            if isinstance(mark, SavedByRule) and mark.layer:
+                return f"{mark.layer}, saved tensor {i}"
+        e = self.maker.get(v)
+        return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
     def origin(self, v: Any) -> Origin:
         return Origin() if self.origins is None else self.origins.of(v)
@@ -580,7 +679,8 @@ class Plan:
                 if is_tracer(values[v]):
                     found += apply(Mark(typeof(values[v]), self.origin(v), from_.get(v)), [values[v]])
         if is_nan_reported():
-            traced = [jax.lax.stop_gradient(values[v]) for v in again if is_tracer(values[v]) and has_tangent(v.aval)]
+            hidden = [*again, *[v for v in self.kept if self.graph.keeping(v).steps]]
+            traced = [jax.lax.stop_gradient(values[v]) for v in hidden if is_tracer(values[v]) and has_tangent(v.aval)]
             found += [jnp.max(jnp.abs(x)) for x in traced]
         return found
 
@@ -603,7 +703,7 @@ class Plan:
         """Return a value, in staged code behind a barrier, and its residual."""
         (x,) = as_arrays([value])
         with hooks_suspended():
-            residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.name, self.origin(v))
+            residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
         arrays = leaves_of(residual)
         if not isinstance(residual, Expression) or not any(map(is_staged, arrays)):
             return value, residual
@@ -616,13 +716,13 @@ class Plan:
 class _Origins:
     """The origins of the variables of a jaxpr."""
 
-    def __init__(self, derivative: Derivative, code: Any, outer: Origin) -> None:
+    def __init__(self, derivative: Derivative, code: Any, outer: Origin, given: Sequence[Origin]) -> None:
         jaxpr = derivative.forward
         inputs = [Value(v.aval, "input", str(i)) for i, v in enumerate(jaxpr.invars)]
         self._value_of, notes = values_of(jaxpr, inputs, (), derivative.calls_of)
         self._notes_of, self._outer = by_value(notes), outer
         self._name_of = names_of_equations([code])
-        self._given = dict.fromkeys(inputs, Origin())
+        self._given = dict(zip(inputs, given, strict=True))
         self._marks = derivative.marks
 
     def of(self, v: Any) -> Origin:
@@ -635,7 +735,7 @@ class _Origins:
 
 def size_of(steps: Sequence[Any], aval: Any) -> float:
     size = n_bytes(aval)
-    for step in steps:
+    for step in steps if all(isinstance(n, int) for n in aval.shape) else ():
         if step.size is not None:
             return step.size(aval)
     return size
@@ -747,7 +847,7 @@ class Planned(RuleFunction):
     def __init__(
         self,
         jaxpr: Any,
-        outside: Sequence[bool],
+        outside: Sequence[bool | None],
         name: str,
         around: Surroundings,
         warn: Callable[[str], None] | None = None,
@@ -756,6 +856,7 @@ class Planned(RuleFunction):
         self._plans: dict[Any, Plan] = {}
 
     def plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
+        __tracebackhide__ = True
         key = tuple(nonzero), tuple(types), has_bodies
         if key not in self._plans:
             self._plans[key] = self._new_plan(types, nonzero, has_bodies)
@@ -764,6 +865,7 @@ class Planned(RuleFunction):
         return plan
 
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
+        __tracebackhide__ = True
         limit = self.around.pair.limit
         if self.around.within or limit is None:  # the function around a body has decided on the price
             return self._plan_at(self.around, types, nonzero, has_bodies)
@@ -781,14 +883,22 @@ class Planned(RuleFunction):
         return self._plan_at(self.around._replace(budget=Budget(price)), types, nonzero, has_bodies)
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
+        __tracebackhide__ = True
         code = prepared(self.jaxpr, self.outside, around, has_bodies)
         run = lambda *args: eval_jaxpr(code, (), *args)  # noqa: E731
         derivative = derivative_of(run, types, nonzero, self.name)
         origins = None
-        if reads_origins(around.pair):
+        if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
-            origins = _Origins(derivative, self.jaxpr, outer)
+            # What a loop carries is computed by the loop.
+            carried = outer if not around.within else outer.of(around.within[-1].primitive.name)
+            n = len(derivative.consts)
+            given = [*[Origin()] * n, *[carried if x is False else Origin() for x in self.outside]]
+            origins = _Origins(derivative, self.jaxpr, outer, given)
         return Plan(derivative, around.pair, self.outside, self.name, origins, around.budget.price)
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return transposed_code(jaxpr, args, cotangents)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
@@ -809,6 +919,10 @@ class Planned(RuleFunction):
                 has_bodies = not any(map(is_differentiated, primals))
                 plan = self.plan([typeof(x) for x in primals], nonzero, has_bodies)
                 values, residuals, further = plan.run_forward(primals)
+            for i, v in enumerate(plan.free if active.value is PLANNED else ()):
+                if v in plan.saved_inputs and is_tracer(residuals[i]):
+                    types = [typeof(residuals[i])]
+                    residuals[i : i + 1] = apply(plan.saved_inputs[v](types), [residuals[i]])
             position_of: dict[int, int] = {}
             arrays: list[Any] = []
             for x in [leaf for r in residuals for leaf in leaves_of(r)]:
@@ -818,12 +932,36 @@ class Planned(RuleFunction):
             linear = PlannedPullback(
                 plan, [fold(r, lambda x: position_of[id(x)]) for r in residuals], len(arrays) + len(further)
             )
-            arrays = [*held(as_arrays(arrays), select(primals, self.outside)), *further]
+            arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
 
+@functools.cache
+def _not_inlined() -> Any:
+    """Return the parameter `inline` of functions that JAX does not inline."""
+    jaxpr, _, _ = stage(lambda x: ([jax.jit(jax.lax.neg)(x)], None), [typeof(1.0)], "a jitted function")
+    return jaxpr.eqns[0].params["inline"]
+
+
+class _JittedKept(PassThroughTrace):
+    """A trace in which JAX does not inline its own jitted functions, whose names are those of operations."""
+
+    __slots__ = ()
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        __tracebackhide__ = True
+        if primitive.name in JITTED and not is_nan_reported():  # JAX checks each operation outside of jitted functions
+            params = {**params, "inline": _not_inlined()}
+        with set_current_trace(self.parent_trace):
+            return primitive.bind(*tracers, **params)
+
+
 # -- calls ---------------------------------------------------------------------------------------------------
+
+
+def name_of(function: Any) -> str:
+    return getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # or of a `partial`
 
 
 class NotPlannedError(Exception):
@@ -843,10 +981,11 @@ def call_planned(
     def run(*tensors: Any) -> tuple[list[Any], Any]:
         __tracebackhide__ = True
         given = skeleton.fill(tensors)
-        outputs, out_skeleton = split(function(*given[0], **given[1]))
+        with set_current_trace(_JittedKept(current_trace())):
+            outputs, out_skeleton = split(function(*given[0], **given[1]))
         return as_arrays(outputs), (out_skeleton, has_changed((list(tensors), skeleton), split(given)))
 
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     entry = current()
     with outside_blocks(), active(PLANNED):
         try:
@@ -861,7 +1000,9 @@ def call_planned(
         raise NotPlannedError("it changes an argument in place")
     if any(map(is_ref, consts)):
         raise NotPlannedError("it closes over a jax.Ref")
-    planned = Planned(jaxpr, [True] * len(jaxpr.invars), name, Surroundings(pair, entry, Budget()), warn)
+    # A concrete array is a constant of a program. What eager code closes over is like an argument.
+    places = [None if is_staging() and not is_tracer(x) else True for x in consts] + [True] * len(tensors)
+    planned = Planned(jaxpr, places, name, Surroundings(pair, entry, Budget()), warn)
     with set_current_trace(without_pass_through(current_trace())):
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)

@@ -51,8 +51,8 @@ from pylayer_jax._jax.types import (
     typeof,
 )
 
-from .active import SUSPENDED, active, hooks_suspended, is_reported, reads_origins
-from .origins import Mark, is_default
+from .active import SUSPENDED, active, hooks_suspended, is_reported
+from .origins import Mark
 from .pack import (
     Origin,
     PackedTensor,
@@ -262,22 +262,13 @@ class _Remembered(NamedTuple):
     # the tensor again, and so asks `only` again. tests: hooks/test_only.py
     owner: Callable[[], Any]
     residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
-    name: str  # the name of the tensor, if the pair is selective
 
 
-def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
-    """Return the residual that the pair remembers for a tensor, or None.
-
-    In eager mode, `checkpoint_name` returns its argument itself: a tensor that was not packed may have got a name since
-    then, which the pair selects. A default name of a layer is none: the tensor is not the layer's.
-    """
+def _recall(pair: Pair, tensor: Any) -> Any:
+    """Return the residual that the pair remembers for a tensor, or None."""
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
         return None
-    if pair.is_selective and not _is_packed(found.residual):
-        name = name_of()
-        if name != found.name and name and not is_default(name):
-            return None
     strong: list[Any] = []  # the arrays and hooks' results, or None for each that was deleted
 
     def of_array(weak: Any) -> Any:
@@ -326,7 +317,7 @@ def pack_residuals(
     If backward can compute an output from what is kept, the pair stores how, for later operations that keep the output.
     """
     if active.value is SUSPENDED:  # an enclosing operation packs the residuals
-        if reads_origins(packing.pair):
+        if is_reported.value:
             for i, x in enumerate(tensors):
                 packing.pair.origins.put(whole_batch(x), packing.origin_of(x, i))
         return *PackedResiduals.of(tensors), list(outputs)
@@ -392,7 +383,7 @@ class _Packer:
         return self._residuals[id(value)]
 
     def _recalled(self, value: Any) -> Any:
-        residual = _recall(self.pair, value, lambda: self._origin_of(value).name)
+        residual = _recall(self.pair, value)
         is_exact = id(value) in self.packing.exact
         if residual is None or not (self.packing.is_users_rule or is_exact):
             return residual
@@ -517,21 +508,10 @@ class _Packer:
             leaves, n_equations = _contents(residual)
             return _Derivation({}, leaves, n_equations, distance)
         expression = self._expression_of(value)
-        found = None
-        if expression is not None and not self._changes_hooks(value, expression):
-            found = self._by_expression(expression)
+        found = None if expression is None else self._by_expression(expression)
         if found is None:
             return self._itself(value)
         return found._replace(distance=SAME) if distance == SAME else found
-
-    def _changes_hooks(self, value: Any, expression: Expression) -> bool:
-        """Return whether `checkpoint_name` gave the value a name by which the pair may keep it with other hooks."""
-        if not self.pair.is_name(expression):
-            return False
-        (unnamed,) = expression.inputs
-        if isinstance(unnamed, Expression):
-            return True
-        return self._origin_of(unnamed).name != self._origin_of(value).name and not _is_packed(self.get(unnamed))
 
     def _itself(self, value: Any) -> _Derivation:
         distance = SAME if id(value) in self._tensors or id(value) in self._chosen else STEEP
@@ -583,10 +563,6 @@ class _Packer:
                 kept = residual.function if isinstance(residual, Expression) else residual
                 self.pair.names.put(kept, next(iter(self._origin_of(x).keys), ""))
         self._put_derived(self._derived.values())
-        if self.pair.unmatched:
-            for x in (*[x for x, _ in self._tensors.values()], *self._chosen.values()):
-                residual = self.get(x)
-                self.pair.note(self._origin_of(x), not isinstance(residual, Expression) or _is_packed(residual))
         return outputs
 
     def derive_outputs(self, outputs: Sequence[Any], behind: Sequence[Any]) -> None:
@@ -628,9 +604,8 @@ class _Packer:
             residual = self._residuals.get(id(x))
             if residual is None:
                 continue
-            name = self._origin_of(x).name if self.pair.is_selective else ""  # `_recall` compares it
             weak = fold(residual, reference, weakly_held, done)
-            self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
+            self.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak))
 
     def further_residuals(self) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read."""
@@ -666,10 +641,6 @@ def _contents(residual: Any) -> tuple[dict[int, tuple[float, frozenset[Rounding]
             n_equations += isinstance(x.function, PrimitiveFunction)  # or it is a constant
             to_visit += x.inputs
     return leaves, n_equations
-
-
-def _is_packed(residual: Any) -> bool:
-    return isinstance(residual, Expression) and not isinstance(residual.function, PrimitiveFunction)
 
 
 def _functions_of(residual: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -211,16 +211,24 @@ def _evaluate(
     return [v.val if is_literal(v) else values[v] for v in wanted]
 
 
-def opened(jaxpr: Any) -> tuple[Any, dict[int, tuple[Any, ...]]]:
-    """Replace jitted functions by their equations. Return also, by position, the calls around each equation."""
+class Opened(NamedTuple):
+    """A jaxpr whose jitted functions are replaced by their equations, and facts by position of an equation."""
+
+    jaxpr: Any
+    calls: list[tuple[Any, ...]]  # the calls around it
+    operations: list[tuple[int, ...]]  # a key of the operation that it belongs to: derivatives share JAX's traceback
+
+
+def opened(jaxpr: Any) -> Opened:
+    """Replace jitted functions by their equations."""
+    found = Opened(jaxpr, [], [])
     equations: list[Any] = []
-    calls_of: dict[int, tuple[Any, ...]] = {}
-    outvars = _opened(jaxpr, jaxpr.invars, (), equations, calls_of)
-    return jaxpr.replace(eqns=equations, outvars=outvars), calls_of
+    outvars = _opened(jaxpr, jaxpr.invars, (), equations, found)
+    return found._replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
 
 
 def _opened(
-    jaxpr: Any, operands: Sequence[Any], calls: tuple[Any, ...], equations: list[Any], calls_of: dict[int, Any]
+    jaxpr: Any, operands: Sequence[Any], calls: tuple[Any, ...], equations: list[Any], found: Opened
 ) -> list[Any]:
     atom_of = dict(zip(jaxpr.invars, operands, strict=True))
     outer = calls[-1].source_info if calls else None
@@ -236,15 +244,16 @@ def _opened(
             source = source.replace(traceback=outer.traceback) if takes_line else source
         if equation.primitive.name == "jit" and not jaxpr_and_consts(params["jaxpr"])[1] and is_inlinable(params):
             call = equation.replace(source_info=source)
-            found = _opened(
-                jaxpr_and_consts(params["jaxpr"])[0], read(equation.invars), (*calls, call), equations, calls_of
-            )
-            atom_of |= zip(equation.outvars, found, strict=True)
+            code = jaxpr_and_consts(params["jaxpr"])[0]
+            results = _opened(code, read(equation.invars), (*calls, call), equations, found)
+            atom_of |= zip(equation.outvars, results, strict=True)
             continue
         # The jaxpr of a jitted function may be called several times, so its variables are made anew.
         results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
         atom_of |= zip(equation.outvars, results, strict=True)
-        calls_of[len(equations)] = calls
+        found.calls.append(calls)
+        tracebacks = [*[c.source_info.traceback for c in calls], equation.source_info.traceback]
+        found.operations.append(tuple(map(id, tracebacks)))
         equations.append(equation.replace(invars=read(equation.invars), outvars=results, source_info=source))
     return read(jaxpr.outvars)
 

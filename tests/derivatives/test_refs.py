@@ -110,6 +110,8 @@ TRANSFORMS = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs as in a .with. block:UserWarning")
+
 HOOKS = saved_tensors_hooks(lambda x: (x + 1, 0), lambda packed: packed[0] - 1)
 # Where a block of hooks is: the last two decorate a function that closes over the Ref.
 BLOCKS = {

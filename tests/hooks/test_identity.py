@@ -115,7 +115,6 @@ ALIKE = {
     "callable": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale)),
     "method of slots": lambda scale: saved_tensors_hooks(as_tuple, WithoutWeakReferences(scale).method),
     "chain": lambda scale: chain(OfClosures(scale), cast_saved(jnp.float32)),
-    "by name": lambda scale: by_name({"tanh": None, ...: OfClosures(scale)}),
     "host": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * np.float32(scale), host=True),
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import quantize_saved, recompute_saved
+from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu
 from tests.kit.layers import Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
 
@@ -169,8 +169,17 @@ def test_a_comparison_of_floats_is_never_made_again():
     assert report.total_bytes == X.nbytes  # what the rule saves, which it may compare
 
 
-def test_a_block_says_to_decorate():
-    with pytest.raises(TypeError, match="decorate"), recompute_saved(limit="1 MiB"):
+@pytest.mark.parametrize(
+    "pair",
+    [
+        recompute_saved(limit="1 MiB"),
+        by_name({"tanh": None, ...: cast_saved()}),
+        cast_saved(only=lambda x, info: info.operation == "tanh"),
+        chain(cast_saved(only=lambda x, info: False), save_on_cpu()),
+    ],
+)
+def test_a_block_of_what_needs_a_plan_says_to_decorate(pair):
+    with pytest.raises(TypeError, match="decorate"), pair:
         pass
 
 

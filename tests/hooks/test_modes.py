@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import traceback
 
 import jax
@@ -127,19 +129,27 @@ def makes_nan_in_backward(x):
     return jnp.sum(jnp.sqrt(jnp.abs(jnp.sin(0 * x))))
 
 
-def where(f, x):
-    """What JAX reports, and the functions of this file that lead to it."""
+def where(f, x, function):
+    """What JAX reports, and the lines of the function that it names."""
     with pytest.raises(FloatingPointError) as raised:
         f(x)
-    names = [frame.name for frame in traceback.extract_tb(raised.tb) if frame.filename == __file__]
-    return str(raised.value).partition(".")[0], [name for name in names if name.startswith("makes")]
+    lines, first = inspect.getsourcelines(function)
+    frames = [frame.lineno for frame in traceback.extract_tb(raised.tb) if frame.filename == __file__]
+    noted = [
+        int(n) for note in getattr(raised.value, "__notes__", ()) for n in re.findall(r"test_modes.py:(\d+)", note)
+    ]
+    found = {n for n in (*frames, *noted) if first <= n < first + len(lines)}
+    return str(raised.value).partition(".")[0], found
 
 
 @pytest.mark.parametrize("f", [makes_nan, makes_nan_in_backward])
 @pytest.mark.parametrize(("flag", "packer", "run"), met(("debug_nans", "debug_nans and disable_jit")))
 def test_a_nan_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer, run, tmp_path):
     with FLAGS[flag]():
-        assert where(RUNS[run](PACKERS[packer][0](tmp_path)(f)), X) == where(RUNS[run](f), X)
+        text, lines = where(RUNS[run](PACKERS[packer][0](tmp_path)(f)), X, f)
+        expected, least = where(RUNS[run](f), X, f)
+    assert text == expected
+    assert lines >= least
 
 
 def makes_nan_of_a_packed_infinity(x):
@@ -151,7 +161,7 @@ def makes_nan_of_a_packed_infinity(x):
 def test_a_nan_is_not_reported_where_a_tensor_is_recomputed(run):
     f = makes_nan_of_a_packed_infinity
     with jax.debug_nans(True):
-        assert where(run(quantize_saved(8)(f)), X)[0] == where(run(f), X)[0]
+        assert where(run(quantize_saved(8)(f)), X, f)[0] == where(run(f), X, f)[0]
 
 
 def makes_infinity(x):
@@ -161,8 +171,8 @@ def makes_infinity(x):
 @pytest.mark.parametrize("packer", PACKERS)
 def test_an_infinity_in_a_recomputed_tensor_is_reported(packer, tmp_path):
     with jax.debug_infs(True):
-        found = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X)
-        assert found == where(jax.grad(jax.jit(makes_infinity)), X)
+        found = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X, makes_infinity)
+        assert found[0] == where(jax.grad(jax.jit(makes_infinity)), X, makes_infinity)[0]
 
 
 def test_a_block_of_nan_is_packed_without_infinity():

@@ -44,7 +44,7 @@ def test_every_ready_pair_takes_it(packer, tmp_path):
     nothing, wide = (packer(*arguments, only=only) for only in (lambda x: False, is_wide))
     expected = jax.grad(loss)(W, X)
     with pytest.warns(UserWarning, match="only"):
-        np.testing.assert_array_equal(jax.grad(nothing(loss))(W, X), expected)
+        np.testing.assert_allclose(jax.grad(nothing(loss))(W, X), expected, rtol=1e-3)
     np.testing.assert_allclose(jax.jit(jax.grad(wide(loss)))(W, X), expected, atol=0.2)
 
 
@@ -109,9 +109,8 @@ def test_ready_pairs_by_name():
         np.testing.assert_allclose(run(jax.grad(hooks(f)))(X), jax.grad(f)(X), atol=0.02)
     step, traced = counted_step()
     for last in (None, cast_saved(), cast_saved()):
-        with by_name({"Tanh": quantize_saved(8), ...: last}):
-            step(X)
-    assert len(traced) == 2
+        by_name({"Tanh": quantize_saved(8), ...: last})(step)(X)
+    assert len(traced) == 1
     assert "cast_saved" in repr(copy.copy(hooks))
 
 
@@ -161,9 +160,10 @@ def test_a_named_tensor_is_kept_by_its_own_hooks(place, name):
         staged = STAGED[place](inner) if place else inner
         return lambda x: jnp.sum(staged(x))
 
+    recompute = name != "computed again"
     for make in (
-        lambda: save_on_cpu(only=lambda x, info: info.name == "hidden"),
-        lambda: by_name({"hidden": save_on_cpu(), ...: None}),
+        lambda: save_on_cpu(recompute=recompute, only=lambda x, info: info.name == "hidden"),
+        lambda: by_name({"hidden": save_on_cpu(recompute=recompute), ...: None}),
     ):
         report = saved_tensors_report(make()(make_loss()), X)
         # A cond of jax 0.10 returns both, the tanh and the named tensor.
