@@ -441,6 +441,7 @@ class Derivative(NamedTuple):
 
 def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> Derivative:
     __tracebackhide__ = True
+
     def forward(*args: Any) -> tuple[list[Any], Any]:
         __tracebackhide__ = True
         values, pullback = jax.vjp(lambda *given: run(*merge(nonzero, given, args)), *select(args, nonzero))

@@ -24,7 +24,7 @@ from pylayer_jax.packers import (
 from tests.kit.layers import Matmul, Multiply, Tanh, bits, layer
 from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import TRANSFORMS, Held, bytes_held, in_block, noting, temporary_bytes, without_hooks
+from .spy import TRANSFORMS, Held, bytes_held, noting, temporary_bytes, without_hooks
 
 X = jax.random.normal(jax.random.key(0), (32, 64))
 W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
@@ -497,12 +497,12 @@ def test_a_weight_that_all_steps_share_is_not_stacked(step, hooks):
         np.testing.assert_allclose(got, expected, rtol=0.05, atol=0.05)
 
 
-def test_a_block_in_the_body_of_a_scan_keeps_as_little_as_one_around_it():
+def test_a_plan_of_the_body_of_a_scan_keeps_as_little_as_one_around_it():
     def step(h, w):  # several operations keep the same tensor
         return jnp.tanh(h @ w) * jnp.sin(h) + jax.nn.gelu(h)
 
     hooks, w, x = cast_saved(arguments=True), jnp.eye(SIZE) * 0.9, jnp.ones((SIZE, SIZE))
-    around, within = hooks(recurrent(step, 16)), recurrent(in_block(hooks, step), 16)
+    around, within = hooks(recurrent(step, 16)), recurrent(hooks(step), 16)
     assert temporary_bytes(within, w, x) <= temporary_bytes(around, w, x) * 1.02
 
 
