@@ -257,40 +257,44 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
             nonlocal is_watched
-            if active.value is not OFF and not nothing_is_traced():
-                is_watched = False  # the decorated function stands where it should: JAX traces or differentiates it
-                return self._planned(function, args, kwargs)
-            if self._pair.needs_plan:
+            if active.value is OFF:
                 return function(*args, **kwargs)
-            with self:
-                block = entered_block(self._pair)
-                if block is None or not block.is_at_top:
-                    return function(*args, **kwargs)
-                block.is_loss = True
-                if not is_watched:
-                    return function(*args, **kwargs)
-                watch = BackwardWatch()
-                with set_current_trace(watch):
+            is_first, is_watched = is_watched, False  # JAX answers further calls of a compiled step from a cache
+            if not nothing_is_traced():
+                return self._planned(function, args, kwargs, is_first)
+            has_block = not self._pair.needs_plan
+            watch = BackwardWatch()
+            with self if has_block else contextlib.nullcontext():
+                self._check_enabled()
+                with set_current_trace(watch) if is_first else contextlib.nullcontext():
                     result = function(*args, **kwargs)
-                is_watched = False  # JAX answers further calls of a compiled step from a cache
-                block.is_loss = not watch.was_seen
-                return result
+                block = entered_block(self._pair) if has_block else None
+                if block is not None:
+                    block.is_loss = not watch.was_seen
+            if watch.was_seen and not has_block:
+                self._tell(is_idle=True)
+            return result
 
         return hooked
 
-    def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _tell(self, is_idle: bool) -> None:
+        for message in self._warnings(is_idle):
+            _warn(message)
+
+    def _planned(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool
+    ) -> Any:
         """Call a decorated function where JAX traces or differentiates it."""
         __tracebackhide__ = True
         self._check_enabled()
         self._was_entered = True
         self._pair.store.add_owner(self)
         try:
-            result = call_planned(function, self._pair, args, kwargs, _warn)
+            result, holds_backward = call_planned(function, self._pair, args, kwargs, _warn, is_first)
         except NotPlannedError as error:
             reason = str(error)
         else:
-            for message in self._warnings(is_idle=False):
-                _warn(message)
+            self._tell(is_idle=holds_backward)
             return result
         owner, name = type(self).__name__, name_of(function)
         advice = (
@@ -352,7 +356,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             found.append(
                 f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "
                 "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
-                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
+                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss)). (Ignore this if JAX "
+                "differentiates a function that takes a gradient itself, as a penalty on a gradient.)"
             )
         if pair.unmatched and any(pair.seen.values()):
             keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()

@@ -961,6 +961,14 @@ class _JittedKept(PassThroughTrace):
 # -- calls ---------------------------------------------------------------------------------------------------
 
 
+def is_backward(source: Any) -> bool:
+    return "transpose(jvp" in str(source.name_stack)
+
+
+def holds_backward(jaxpr: Any) -> bool:
+    return any(is_backward(e.source_info) or any(map(holds_backward, inner_jaxprs(e.params))) for e in jaxpr.eqns)
+
+
 def name_of(function: Any) -> str:
     return getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # or of a `partial`
 
@@ -970,9 +978,17 @@ class NotPlannedError(Exception):
 
 
 def call_planned(
-    function: Callable[..., Any], pair: Pair, args: tuple[Any, ...], kwargs: dict[str, Any], warn: Callable[[str], None]
-) -> Any:
-    """Call a decorated function where JAX traces or differentiates it."""
+    function: Callable[..., Any],
+    pair: Pair,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    warn: Callable[[str], None],
+    looks_for_backward: bool,
+) -> tuple[Any, bool]:
+    """Call a decorated function where JAX traces or differentiates it.
+
+    Return also whether it holds a backward pass, and JAX does not differentiate it now.
+    """
     __tracebackhide__ = True
     tensors, skeleton = split((args, kwargs))
     if any(map(is_ref, skeleton.statics())):
@@ -1006,4 +1022,5 @@ def call_planned(
     planned = Planned(jaxpr, places, name, Surroundings(pair, entry, Budget()), warn)
     with set_current_trace(without_pass_through(current_trace())):
         values = apply(planned, [*as_arrays(consts), *tensors])
-    return out_skeleton.fill(values)
+    is_now = any(map(is_differentiated, [*consts, *tensors]))
+    return out_skeleton.fill(values), looks_for_backward and not is_now and holds_backward(jaxpr)

@@ -183,6 +183,17 @@ def test_a_block_of_what_needs_a_plan_says_to_decorate(pair):
         pass
 
 
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "make", [cast_saved, lambda: by_name({"tanh": cast_saved(), ...: None}), lambda: recompute_saved(limit=1e9)]
+)
+def test_a_decorated_function_that_runs_a_backward_pass_warns(make, mode):
+    step = jax.grad(lambda x: jnp.sum(jnp.tanh(x)))
+    with pytest.warns(UserWarning, match=r"jax\.grad"):
+        mode(make()(step))(X)
+    mode(jax.grad(make()(lambda x: jnp.sum(step(x) ** 2))))(X)  # a penalty on a gradient
+
+
 @pytest.mark.parametrize("limit", ["64 megabytes", -1, "MiB"])
 def test_a_limit_is_a_number_of_bytes(limit):
     with pytest.raises(ValueError, match="MiB"):

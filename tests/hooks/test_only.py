@@ -15,7 +15,7 @@ from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT, STAGED
 
-from .spy import counted_step, noting, tanh_sum
+from .spy import noting, tanh_sum
 
 X, W = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), jnp.linspace(0.5, 1.0, 64)
 
@@ -107,10 +107,6 @@ def test_ready_pairs_by_name():
     )
     for run in (lambda f: f, jax.jit):
         np.testing.assert_allclose(run(jax.grad(hooks(f)))(X), jax.grad(f)(X), atol=0.02)
-    step, traced = counted_step()
-    for last in (None, cast_saved(), cast_saved()):
-        by_name({"Tanh": quantize_saved(8), ...: last})(step)(X)
-    assert len(traced) == 1
     assert "cast_saved" in repr(copy.copy(hooks))
 
 
