@@ -261,7 +261,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 return function(*args, **kwargs)
             is_first, is_watched = is_watched, False  # JAX answers further calls of a compiled step from a cache
             if not nothing_is_traced():
-                return self._planned(function, args, kwargs, is_first)
+                return self._planned(function, args, kwargs)
             has_block = not self._pair.needs_plan
             watch = BackwardWatch()
             with self if has_block else contextlib.nullcontext():
@@ -281,20 +281,18 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         for message in self._warnings(is_idle):
             _warn(message)
 
-    def _planned(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool
-    ) -> Any:
+    def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a decorated function where JAX traces or differentiates it."""
         __tracebackhide__ = True
         self._check_enabled()
         self._was_entered = True
         self._pair.store.add_owner(self)
         try:
-            result, holds_backward = call_planned(function, self._pair, args, kwargs, _warn, is_first)
+            result = call_planned(function, self._pair, args, kwargs, _warn)
         except NotPlannedError as error:
             reason = str(error)
         else:
-            self._tell(is_idle=holds_backward)
+            self._tell(is_idle=False)
             return result
         owner, name = type(self).__name__, name_of(function)
         advice = (
@@ -356,8 +354,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             found.append(
                 f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "
                 "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
-                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss)). (Ignore this if JAX "
-                "differentiates a function that takes a gradient itself, as a penalty on a gradient.)"
+                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
             )
         if pair.unmatched and any(pair.seen.values()):
             keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()

@@ -983,12 +983,8 @@ def call_planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     warn: Callable[[str], None],
-    looks_for_backward: bool,
-) -> tuple[Any, bool]:
-    """Call a decorated function where JAX traces or differentiates it.
-
-    Return also whether it holds a backward pass, and JAX does not differentiate it now.
-    """
+) -> Any:
+    """Call a decorated function where JAX traces or differentiates it."""
     __tracebackhide__ = True
     tensors, skeleton = split((args, kwargs))
     if any(map(is_ref, skeleton.statics())):
@@ -1022,5 +1018,4 @@ def call_planned(
     planned = Planned(jaxpr, places, name, Surroundings(pair, entry, Budget()), warn)
     with set_current_trace(without_pass_through(current_trace())):
         values = apply(planned, [*as_arrays(consts), *tensors])
-    is_now = any(map(is_differentiated, [*consts, *tensors]))
-    return out_skeleton.fill(values), looks_for_backward and not is_now and holds_backward(jaxpr)
+    return out_skeleton.fill(values)
