@@ -118,9 +118,8 @@ class _RemembersInitArguments:
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
-    _was_entered = _was_reported = _was_unplanned = (
-        False  # here, for the `repr` of a pair whose `__init__` raised an error
-    )
+    # Here, for the `repr` of a pair whose `__init__` raised an error.
+    _was_entered = _was_reported = _was_unplanned = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)

@@ -83,7 +83,7 @@ from .active import (
 from .host import HostStore
 from .origins import layer_of_params, origins_of, with_saver
 from .pack import Origin, Pair
-from .planned import LayerMarks, Planned, held, holds_backward, is_backward, pulled, transposed_code
+from .planned import LayerMarks, Planned, held, pulled, transposed_code
 from .primitives import JITTED, KEPT, MOST_EQUATIONS, ROWS, Expression, Row, fold, is_number
 from .residuals import (
     PackedResiduals,
@@ -766,9 +766,17 @@ class BackwardWatch(PassThroughTrace):
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         __tracebackhide__ = True
-        self.was_seen = self.was_seen or is_backward(current()) or any(map(holds_backward, inner_jaxprs(params)))
+        self.was_seen = self.was_seen or _is_backward(current()) or any(map(_holds_backward, inner_jaxprs(params)))
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
+
+
+def _is_backward(source: Any) -> bool:
+    return "transpose(jvp" in str(source.name_stack)
+
+
+def _holds_backward(jaxpr: Any) -> bool:
+    return any(_is_backward(e.source_info) or any(map(_holds_backward, inner_jaxprs(e.params))) for e in jaxpr.eqns)
 
 
 def enter_block(pair: Pair) -> Block:

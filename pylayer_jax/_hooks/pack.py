@@ -76,10 +76,6 @@ class Origin:
         names = [name for between in (frames_between, scopes_between) for pair in pairs for name in between(*pair)]
         return tuple(name for name, previous in zip(names, [None, *names], strict=False) if name != previous)
 
-    def of(self, operation: str) -> Origin:
-        """Return the origin of what an operation computes here."""
-        return dataclasses.replace(self, operation=operation)
-
     def __getattr__(self, attribute: str) -> Any:
         raise AttributeError(f"info.{attribute} does not exist: info has name, layer, operation and inside.")
 
@@ -142,7 +138,7 @@ class Pair:
     @property
     def is_on_host(self) -> bool:
         """Whether a hook runs on the host in compiled programs."""
-        return any(step.host for steps in (self.by_name or {None: self.steps}).values() for step in steps)
+        return any(step.host for step in self.all_steps())
 
     @property
     def needs_plan(self) -> bool:
@@ -157,8 +153,12 @@ class Pair:
 
     def predicates(self) -> list[Any]:
         """Return the distinct predicates `only` of this pair and of its steps."""
-        steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
-        return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
+        found = self.only, *[step.only for step in self.all_steps()]
+        return list(dict.fromkeys(only for only in found if only is not None))
+
+    def all_steps(self) -> list[Step]:
+        """Return the steps for any name."""
+        return [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
 
     def steps_for(self, origin: Origin) -> Sequence[Step]:
         """Return the steps for a tensor; none if a branch of a `cond` that returns it in one array is excluded."""

@@ -10,6 +10,7 @@ A `Planned` is a `RuleFunction` of J. Its rule makes the `Plan` and runs F'; its
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -539,7 +540,6 @@ class Plan:
         self.kept, self.made = self.graph.choose(price)
         needed = self._needed(readers)
         self.free = [v for v in forward.invars if v in self.graph.free and v in needed]
-        self.saved_inputs = self._saved_inputs()
         if pair.unmatched:
             for v in (*self.kept, *[v for v in readers if v in self.made]):
                 pair.note(self.origin(v), v not in self.made)
@@ -572,19 +572,20 @@ class Plan:
             found |= {v: as_it_is(v) for v in residuals if v not in free and not self._asked(v, ask(v))}
         return found | {v: as_it_is(v) for v in self.held}
 
-    def _needed(self, residuals: Collection[Any]) -> set[Any]:
-        """Return the variables that backward keeps or makes."""
-        found, to_visit = set[Any](), list(residuals)
+    def _needed(self, residuals: Collection[Any]) -> dict[Any, None]:
+        """Return the variables that backward keeps or makes for some of its residuals."""
+        found, to_visit = dict[Any, None](), list(residuals)
         kept = set(self.kept)
         while to_visit:
             v = to_visit.pop()
             if v not in found:
-                found.add(v)
+                found[v] = None
                 e = None if v in kept else self.maker.get(v)
                 to_visit += [x for x in e.invars if not is_literal(x)] if e else []
         return found
 
-    def _saved_inputs(self) -> dict[Any, Any]:
+    @functools.cached_property
+    def saved_inputs(self) -> dict[Any, Any]:
         """Return the free inputs that rules of users save, each with the class of its mark.
 
         A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
@@ -690,15 +691,8 @@ class Plan:
 
     def sources(self, v: Any) -> list[Any]:
         """Return the kept variables from which backward computes a variable."""
-        found, to_visit = dict[Any, None](), [v]
         kept = set(self.kept)
-        while to_visit:
-            x = to_visit.pop()
-            if x in kept:
-                found[x] = None
-            elif x in self.made:
-                to_visit += [y for y in self.maker[x].invars if not is_literal(y)]
-        return list(found)
+        return [x for x in self._needed([v]) if x in kept]
 
     def _keep(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
@@ -892,7 +886,8 @@ class Planned(RuleFunction):
         if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
             # What a loop carries is computed by the loop.
-            carried = outer if not around.within else outer.of(around.within[-1].primitive.name)
+            loop = around.within[-1].primitive.name if around.within else ""
+            carried = dataclasses.replace(outer, operation=loop)
             n = len(derivative.consts)
             given = [*[Origin()] * n, *[carried if x is False else Origin() for x in self.outside]]
             origins = _Origins(derivative, self.jaxpr, outer, given)
@@ -938,6 +933,9 @@ class Planned(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
 
+# -- calls ---------------------------------------------------------------------------------------------------
+
+
 @functools.cache
 def _not_inlined() -> Any:
     """Return the parameter `inline` of functions that JAX does not inline."""
@@ -956,17 +954,6 @@ class _JittedKept(PassThroughTrace):
             params = {**params, "inline": _not_inlined()}
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
-
-
-# -- calls ---------------------------------------------------------------------------------------------------
-
-
-def is_backward(source: Any) -> bool:
-    return "transpose(jvp" in str(source.name_stack)
-
-
-def holds_backward(jaxpr: Any) -> bool:
-    return any(is_backward(e.source_info) or any(map(holds_backward, inner_jaxprs(e.params))) for e in jaxpr.eqns)
 
 
 def name_of(function: Any) -> str:

@@ -172,7 +172,9 @@ def makes_infinity(x):
 def test_an_infinity_in_a_recomputed_tensor_is_reported(packer, tmp_path):
     with jax.debug_infs(True):
         found = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X, makes_infinity)
-        assert found[0] == where(jax.grad(jax.jit(makes_infinity)), X, makes_infinity)[0]
+        expected = where(jax.grad(jax.jit(makes_infinity)), X, makes_infinity)
+    assert found[0] == expected[0]
+    assert found[1] >= expected[1]
 
 
 def test_a_block_of_nan_is_packed_without_infinity():
