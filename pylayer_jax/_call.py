@@ -64,15 +64,14 @@ class LayerCall:
     A *block* is the code in a user's `with saved_tensors_hooks(pack, unpack)` statement.
     """
 
-    __slots__ = ("arguments", "block", "layer", "name", "outputs")
+    __slots__ = ("arguments", "layer", "name", "outputs", "saver")
 
     def __init__(self, layer: Any, arguments: Arguments) -> None:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # The `LayerBlock` around the call, or None. It is stored, because JAX may run a fwd rule after the block has
-        # ended.
-        self.block: Any = None
+        # The `Saver` of the hooks around the call, or None. JAX may run a fwd rule after the block has ended.
+        self.saver: Any = None
         # The structure of the outputs of the last run of `forward`: a custom_vjp function returns only arrays.
         self.outputs: Outputs | None = None
 

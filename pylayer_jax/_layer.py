@@ -342,16 +342,16 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     state = TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.block = _hooks.layer_block(call.layer.__name__, tensors, is_exact=call.layer.host is True)
+    call.saver = _hooks.saver_of(call.layer.__name__, tensors, is_exact=call.layer.host is True)
     traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
     # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
-    with _NO_HOOKS if call.block is None else _hooks.layers_pack_themselves():
+    with _NO_HOOKS if call.saver is None else _hooks.layers_pack_themselves():
         try:
             values = _bind(traced_call, tensors, state)
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
-    if call.block is not None:
-        _hooks.mark_as_computed(values, call.block.origin)
+    if call.saver is not None:
+        _hooks.mark_as_computed(values)
     assert call.outputs is not None
     # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
     values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
@@ -382,7 +382,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
         or hasattr(layer, "vmap")  # JAX would batch the code of `forward`
         or state.is_forward_over_reverse  # JAX would apply forward mode to the custom_vjp function
         or lacks_custom_vjp  # jax.linear_transpose and an eager shard_map have no rule for custom_vjp functions
-        or (is_deferred and call.block is not None)  # JAX traces a fwd rule separately: tensors are packed again
+        or (is_deferred and call.saver is not None)  # JAX traces a fwd rule separately: tensors are packed again
         or (is_deferred and traced_call.stage(tensors)[1])  # a custom_vjp function cannot close over values
     )
     if not needs_rule_function:

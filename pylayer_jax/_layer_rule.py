@@ -268,7 +268,7 @@ class StagedLayer(_hooks.LayerFunction):
 
     def packing(self) -> StagedLayer:
         """Return a copy whose rule packs residuals, and applies the original: a second derivative packs nothing."""
-        if self.call.block is None:
+        if self.call.saver is None:
             return self
         copied = copy.copy(self)
         copied.without_packing = self
@@ -487,10 +487,10 @@ def linearize(
     if not any(kept.outputs.has_tangent):
         warn_of_integer_outputs(call.layer, kept.outputs, call.arguments, needs)
     packed, owners = None, range(n)  # the index of the saved tensor to which each of the first residuals belongs
-    if packs and call.block is not None and n:
+    if packs and call.saver is not None and n:
         names = call.residual_names(kept, len(residuals))
-        packed, arrays, outputs = call.block.pack(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
-        residuals = [*arrays, *call.block.hold(residuals[n:])]
+        packed, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
+        residuals = [*arrays, *_hooks.held(residuals[n:])]
         owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
         names, unnamed = _checkpoint_names(call, kept, len(run.residuals)), residuals

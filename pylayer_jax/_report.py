@@ -12,15 +12,28 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from ._hooks import Note, Value, by_value, hooks_ignored, names_recorded, notes_on, outputs_of, tensors_marked
+from ._hooks import (
+    Note,
+    Origin,
+    Value,
+    by_value,
+    hooks_ignored,
+    names_of_equations,
+    notes_on,
+    operation_name,
+    outputs_of,
+    stage_named,
+    tensors_marked,
+)
 from ._jax.jaxprs import jaxpr_and_consts
 from ._jax.jaxprs import line_of as source_line
 from ._jax.rule_function import merge, select
-from ._jax.types import has_tangent, is_ref, is_tensor
+from ._jax.traces import current, eval_jaxpr
+from ._jax.types import as_arrays, has_tangent, is_ref, is_tensor, typeof
 from ._trees import split
 
 # -- tables ---------------------------------------------------------------------------------------------------
@@ -212,21 +225,29 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     # The path of `args[1]['w']` in the tuple (args, kwargs) is `[0][1]['w']`.
     names = [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in skeleton.tensor_paths()]
+    entry = current()
     with hooks_ignored():
-        unpacked = _rows(*_residuals(run, tensors, names))
-    with tensors_marked():  # each kept tensor gets a `Mark`, a further residual of size 0
-        rows = _rows(*_residuals(names_recorded()(run), tensors, names))
+        unpacked = _rows(_residuals(run, tensors, names, entry))
+    with tensors_marked():  # each tensor that a plan keeps gets a `Mark`, a further residual of size 0
+        rows = _rows(_residuals(run, tensors, names, entry))
     return SavedTensorsReport(rows, _device_bytes(unpacked))
 
 
-def _residuals(
-    run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str]
-) -> tuple[list[Value], dict[Value, list[Note]]]:
-    """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each."""
+class _Residuals(NamedTuple):
+    """The residuals of a function, and what is known about them."""
+
+    values: Sequence[Value]  # distinct
+    notes_of: Mapping[Value, list[Note]]
+    name_of: Mapping[Any, str]  # JAX's traceback -> the name of the operation
+    entry: Any  # source information of the call of the report
+
+
+def _residuals(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str], entry: Any) -> _Residuals:
     is_float = list(map(has_tangent, tensors))
+    code, consts, _ = stage_named(lambda *xs: (as_arrays(split(run(*xs))[0]), None), list(map(typeof, tensors)), "run")
 
     def residuals(*tensors: Any) -> list[Any]:
-        run_floats = lambda *floats: split(run(*merge(is_float, floats, tensors)))[0]  # noqa: E731
+        run_floats = lambda *floats: eval_jaxpr(code, (), *consts, *merge(is_float, floats, tensors))  # noqa: E731
         _, pullback = jax.vjp(run_floats, *select(tensors, is_float))
         return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
 
@@ -235,13 +256,13 @@ def _residuals(
     values, notes = outputs_of(jaxpr, inputs)
     # A variable that is returned several times is kept once.
     value_of_variable = dict(zip(map(id, jaxpr.outvars), values, strict=True))
-    return list(value_of_variable.values()), by_value(notes)
+    return _Residuals(list(value_of_variable.values()), by_value(notes), names_of_equations([code]), entry)
 
 
-def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
+def _rows(found: _Residuals) -> list[SavedTensor]:
     """Return one row per group of equal residuals, the largest first and the inputs last."""
     # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _custom_vjp.py.
-    kept = [value for value in values if value.aval.size]
+    kept = [value for value in found.values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
     for array in kept:
         arrays_of.setdefault(array.tensor or array, []).append(array)
@@ -250,11 +271,11 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
         others = arrays
         if tensor.kind == "input" and tensor.part is None and tensor in arrays:
             # An input that JAX keeps both as such and in other arrays gets two rows.
-            single.append(dataclasses.replace(_row(tensor, [tensor], notes_of), kind="input"))
+            single.append(dataclasses.replace(_row(tensor, [tensor], found), kind="input"))
             others = [a for a in arrays if a is not tensor] + [tensor] * (arrays.count(tensor) - 1)
         if others:
-            single.append(_row(tensor, others, notes_of))
-    single += [_recomputed_row(value) for value in values if value.kind == "recomputed"]
+            single.append(_row(tensor, others, found))
+    single += [_recomputed_row(value, found.entry) for value in found.values if value.kind == "recomputed"]
     summed = "times", "bytes", "packed_bytes", "host_bytes"
     rows = [
         dataclasses.replace(row, **{name: n * getattr(row, name) for name in summed})
@@ -263,7 +284,7 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
     return sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes, -r.bytes))
 
 
-def _recomputed_row(value: Value) -> SavedTensor:
+def _recomputed_row(value: Value, entry: Any) -> SavedTensor:
     """Return the row of a recomputed tensor; `value` is the empty array that its `Mark` returned."""
     one, times = value.innermost()
     assert one.mark is not None
@@ -280,11 +301,11 @@ def _recomputed_row(value: Value) -> SavedTensor:
         source=line_of(one.equations),
         note=f"computed again from {one.mark.recomputed_from}",
         is_recomputed=True,
-        inside=one.mark.origin.inside,
+        inside=_inside(one.equations, one.mark.origin, entry),
     )
 
 
-def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> SavedTensor:
+def _row(tensor: Value, arrays: list[Value], found: _Residuals) -> SavedTensor:
     """Return the row of a tensor for which JAX keeps `arrays`: itself, arrays that a pack hook made of it, or both."""
     one, n_iterations = tensor.innermost()
     packed = [(a, *a.innermost()) for a in arrays if a is not tensor]
@@ -293,9 +314,12 @@ def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]
         n_bytes = tensor.bytes * max(a.aval.size // part.aval.size for a, part, _ in packed)
     else:  # count each copy that JAX keeps
         times, n_bytes = n_iterations * len(arrays), tensor.bytes * len(arrays)
-    notes = notes_on(tensor, notes_of)
+    notes = notes_on(tensor, found.notes_of)
     savers = [note for note in notes if note.layer]
-    names = [tensor.name, *(note.name for note in notes if not note.layer)]
+    names = [
+        tensor.name if tensor.kind != "operation" else operation_name(tensor, found.name_of),
+        *(note.name for note in notes if not note.layer),
+    ]
     layer, name, equations = savers[0][1:4] if savers else ("", names[-1], tensor.equations)
     is_from_input = tensor.kind == "input"
     origins = [note.origin for note in notes[::-1] if note.origin is not None]
@@ -318,8 +342,15 @@ def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]
         host_bytes=sum(a.bytes for a in arrays if _is_on_host(a)),
         source=line_of(equations) or source_line(entries[:1]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
-        inside=next((o.inside for o in origins), ()),
+        inside=_inside(equations, next(iter(origins), None), found.entry),
     )
+
+
+def _inside(equations: Sequence[Any], origin: Origin | None, entry: Any) -> tuple[str, ...]:
+    """Return the names that a decorated function would see, or those from the call of the report."""
+    if origin is not None and origin.block is not None:
+        return origin.inside
+    return Origin(sources=tuple(e.source_info for e in equations), block=entry).inside if equations else ()
 
 
 def _is_on_host(value: Value) -> bool:

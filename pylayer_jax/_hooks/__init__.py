@@ -1,69 +1,58 @@
 """Saved-tensor hooks, which pack the residuals of layers and of JAX operations.
 
-    with quantize_saved(8):             code                 its trace binds             JAX keeps
-        y = jnp.tanh(x @ w)             matmul x w           rule_function[matmul]       x, w (from outside: not packed)
-                                        tanh h               rule_function[tanh]         q, s (8-bit y, scales)
+    @quantize_saved(8)                      F: the forward pass             JAX keeps
+    def loss(w, x):                         h = x @ w                       x, w (from outside: not packed)
+        return jnp.tanh(x @ w).sum()        y = tanh h                      q, s (8-bit y, scales)
 
     In backward, y = unpack(q, s), and then 1 - y² from y. Both wait for the cotangent of tanh.
 
 A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
-1. In code that JAX traces, a block makes a `BlockTrace` JAX's current trace, which gets each operation of the block.
-   In a block around a call of `jax.grad` itself, only layers pack.
-2. The trace records the place of each value (outside the block, constant, or computed in it) and its origin (operation,
-   layer, name, source line). A view has the origin of its operand.
-3. `_outcome` names what the trace does with an operation: bind it unchanged, or with hooks suspended; stage its body
-   again, as that of a scan, so that each iteration packs; or, as for most, bind a `HookedOperation`.
-4. A `HookedOperation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
-5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
-   that `jax.vjp` returns is a residual. For an operation that keeps nothing, the trace of the block records the
-   equation, in eager mode that of a sum with weak references.
-6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or
-   if `only` or the keys of `by_name` exclude its origin.
-7. A residual is recomputed in backward if equations lead to it from tensors that are kept anyway, or from smaller ones.
-   The table of primitives says which equations, by the errors of these tensors.
-8. Every other residual is packed. The pair remembers the packed result by weak references, so that another operation
-   with the same residual reuses it.
-9. JAX keeps each packed array once, as a residual of a `Pullback`, a linear map of tangents. In staged code, an
-   optimization barrier makes XLA pack before it uses the outputs of the operation.
-10. To transpose the map, `Pullback` restores the residuals and calls the function that `jax.vjp` returned. In staged
-    code, a barrier makes XLA wait for the cotangents before it unpacks. A layer does the same with its saved tensors,
-    but restores each only when `backward` reads it.
-
-A decorated function is planned as a whole: `planned` stages the function and its backward, `plan` chooses what is kept,
-by a minimum cut. Bodies of loops in it are planned functions. It needs neither the trace nor the records of a block.
+1. A decorated function is staged, and planned as a whole (`planned`). Its forward and backward passes are jaxprs, F and
+   B. The arrays that B gets from F are the residuals. Bodies of loops in it are planned functions too.
+2. A `Plan` says how backward gets each residual: from outside, kept as it is, packed, or computed again from others.
+   What is kept is a minimum cut of the graph of F (`plan`). The table in `primitives` says what may be computed again,
+   by the errors of what is kept.
+3. The rule of a planned function runs F, and packs each kept variable behind the equation that makes it, in staged code
+   behind a barrier. JAX keeps the packed arrays as residuals of a linear map.
+4. To transpose this map, JAX runs B. Before the first equation with a cotangent that reads a residual, the residual is
+   unpacked, or computed again; in staged code, a barrier makes XLA wait for the cotangents.
+5. In a `with` block, a `BlockTrace` is JAX's current trace, and binds each operation as a planned function of its own
+   (`operations`). In a block around a call of `jax.grad` itself, only layers pack.
+6. What a layer or a custom rule of a user saves is marked for the plan around it; in a `with` block it is packed at
+   once (`saving`). A layer unpacks each tensor when its `backward` reads it.
+7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds in
+   F. A view has the origin of its operand.
 """
 
-from .active import active_pair, hooks_suspended
+from .active import active_pair, hooks_ignored, hooks_suspended, tensors_marked
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
-from .operations import (
-    hooks_ignored,
-    layer_block,
-    layers_pack_themselves,
-    mark_as_computed,
-    names_recorded,
-    tensors_marked,
-)
-from .origins import LayerFunction, Mark, Note, Value, by_value, notes_on, outputs_of
-from .residuals import keeps_residuals
+from .operations import layers_pack_themselves, mark_as_computed, saver_of
+from .origins import LayerFunction, Note, Value, by_value, names_of_equations, notes_on, operation_name, outputs_of
+from .pack import Origin
+from .planned import stage_named
+from .saving import held, keeps_residuals
 
 __all__ = [
     "LayerFunction",
-    "Mark",
     "Note",
+    "Origin",
     "Value",
     "active_pair",
     "by_value",
     "disable_saved_tensors_hooks",
+    "held",
     "hooks_ignored",
     "hooks_suspended",
     "keeps_residuals",
-    "layer_block",
     "layers_pack_themselves",
     "mark_as_computed",
-    "names_recorded",
+    "names_of_equations",
     "notes_on",
+    "operation_name",
     "outputs_of",
     "saved_tensors_hooks",
+    "saver_of",
+    "stage_named",
     "tensors_marked",
 ]

@@ -20,7 +20,7 @@ OFF: Final = "off"  # the value of `active` where blocks are ignored: the report
 # The innermost block of this thread, a part of the key of each of JAX's caches: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
 
-# Whether `pack_residuals` marks each tensor for the report. This flag is a part of the keys too.
+# Whether plans mark what they keep for the report. This flag is a part of the keys too.
 is_reported: Final = jax.make_user_context(False)
 
 
@@ -62,6 +62,7 @@ class Block(set[Any]):
             self.add(self.key_of_thread)  # shared
         self.is_loss = False  # whether a decorated function entered the block, and ran no backward pass
         self.n_used_before = 0 if isinstance(value, str) else value.n_used
+        self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block; None if nothing is traced around it
         self._contexts: list[Any] = []  # empty if the block was left, or if blocks are ignored
@@ -84,7 +85,7 @@ class Block(set[Any]):
     def leave(self) -> None:
         """Leave this block. Raise a RuntimeError, after leaving it, if it is not the innermost block of this thread."""
         trace, contexts = self._trace, self._contexts
-        self.value, self._trace, self._contexts = None, None, []
+        self.value, self._trace, self._contexts, self.plans = None, None, [], {}
         if _entered.get() is self:
             _entered.set(self.outer)
         is_innermost = active.value is (self if contexts else OFF)  # where blocks are ignored, `enter` left OFF there
@@ -144,3 +145,15 @@ def active_pair() -> Pair | None:
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
     """Return a context for running a hook, or code whose residuals the caller packs."""
     return active(SUSPENDED)
+
+
+# -- for the report ----------------------------------------------------------------------------------------
+
+
+def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
+    return active(OFF)
+
+
+def tensors_marked() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which each tensor that a plan keeps gets a `Mark`, by which the report finds it."""
+    return is_reported(True)

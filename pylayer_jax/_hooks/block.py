@@ -119,7 +119,7 @@ class _RemembersInitArguments:
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
     # Here, for the `repr` of a pair whose `__init__` raised an error.
-    _was_entered = _was_reported = _was_unplanned = False
+    _was_entered = _was_reported = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -141,15 +141,16 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         >>> jax.grad(loss)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
         (3, 2)
 
-    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation,
-    each tensor once. A scan that JAX traces packs in each iteration. What follows from other residuals by moving values
-    (a transpose, a broadcast) is recomputed. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
+    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation.
+    A scan that JAX traces packs in each iteration. What follows from other residuals by moving values (a transpose, a
+    broadcast) is computed again. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
 
     Decorate the function that `jax.grad` gets, or put a block inside it. A decorated function is planned as a whole:
     where JAX traces or differentiates it, it is staged anew at each call, as by `jax.checkpoint`, and keeps the fewest
     bytes from which backward can compute what it needs. So layers in it get traced arrays in eager mode too, and code
     that needs numbers is an error. A function that changes an argument in place, as modules of flax.nnx do, or that
-    gets a `jax.Ref`, runs as in a block, which decides operation by operation.
+    gets a `jax.Ref`, runs as in a block. A block packs what each operation keeps when it has run, as in torch: a tensor
+    that two operations keep is packed twice.
 
     Around a call of `jax.grad`, or of a jitted train step, a block packs only the tensors that layers save, since JAX
     does not show it the residuals of other operations. The `repr` of a pair shows how many tensors it has packed: none
@@ -217,6 +218,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         if type(self).__init__ is owner.__init__:
             self._key = key_of(type(self)), *values
         self._pair = Pair(steps, self._key, store_of(self._key), **options)
+        self._told: set[str] = set()  # warnings about plans
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, saved_tensors_hooks) and self._key == other._key
@@ -276,6 +278,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         return hooked
 
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            _warn(message)
+
     def _tell(self, is_idle: bool) -> None:
         for message in self._warnings(is_idle):
             _warn(message)
@@ -286,14 +293,15 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         self._check_enabled()
         self._was_entered = True
         self._pair.store.add_owner(self)
+        owner = type(self).__name__
         try:
-            result = call_planned(function, self._pair, args, kwargs, _warn)
+            result = call_planned(function, self._pair, args, kwargs, lambda text: self._warn_once(f"{owner}: {text}"))
         except NotPlannedError as error:
             reason = str(error)
         else:
             self._tell(is_idle=False)
             return result
-        owner, name = type(self).__name__, name_of(function)
+        name = name_of(function)
         advice = (
             "Return the new state instead; or, for modules of flax.nnx, decorate the function of their arrays, with "
             "split_inputs and merge_inputs of flax.nnx.transforms.general: "
@@ -301,12 +309,10 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         )
         if self._pair.needs_plan:
             raise TypeError(f"{owner} plans {name} as a whole, and cannot, since {reason}. {advice}")
-        if not self._was_unplanned:
-            self._was_unplanned = True
-            _warn(
-                f"{owner}: {name} runs as in a `with` block, where nothing is planned across operations and about "
-                f"twice as much is kept, since {reason}. {advice}"
-            )
+        self._warn_once(
+            f"{owner}: {name} runs as in a `with` block, where nothing is planned across operations and about "
+            f"twice as much is kept, since {reason}. {advice}"
+        )
         with self:
             return function(*args, **kwargs)
 

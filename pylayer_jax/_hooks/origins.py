@@ -8,8 +8,7 @@
       in (c,) }
 
 `outputs_of` returns a `Value` of c, whose `part` is the `Value` of e, and a `Note`: the layer Tanh saves e as saved[0].
-The report reads these. For the hooks, which pack the residuals of a cond, a checkpoint, a shard_map or an eager loop as
-those of one operation, `origins_of` turns them into `Origin`s.
+The report reads these. For plans, `origin_of_value` turns them into `Origin`s.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ from pylayer_jax._jax.rule_function import (
     rule_function_p,
 )
 from pylayer_jax._jax.transparency import Identity, PartialFunction
-from pylayer_jax._jax.types import typeof
 
-from .active import hooks_suspended
 from .pack import PACK_SCOPE, Origin
 from .primitives import JITTED, ROWS
 
@@ -147,32 +144,6 @@ def names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
     return name_of
 
 
-def origins_of(
-    function: Callable[..., Sequence[Any]],
-    jaxprs: Sequence[Any],
-    operands: Sequence[Any],
-    given: Sequence[Origin],
-    outer: Origin,
-    found: Sequence[Any],
-) -> dict[int, Origin]:
-    """Return the origins of `found`, the results of `function(*operands)`, by id. `outer` is the default.
-
-    `function` evaluates or differentiates `jaxprs`. `given` has the origins of the operands.
-    """
-    name_of = names_of_equations(jaxprs)
-    with hooks_suspended():
-        jaxpr, consts, _ = stage(lambda *args: (function(*args), None), list(map(typeof, operands)), "residuals")
-    inputs = [Value(v.aval, "input", str(i - len(consts))) for i, v in enumerate(jaxpr.invars)]
-    origin_of = dict(zip(inputs, [*[Origin()] * len(consts), *given], strict=True))
-    values, notes = outputs_of(jaxpr, inputs)
-    if len(found) != len(values):  # in eager mode, an array and the same with a name are one residual
-        found, values = list({id(x): x for x in found}.values()), list(dict.fromkeys(values))
-    if len(found) != len(values):  # JAX may keep other constants of staged code than of eager code
-        return {}
-    notes_of = by_value(notes)
-    return {id(x): origin_of_value(v, notes_of, origin_of, outer, name_of) for x, v in zip(found, values, strict=True)}
-
-
 def origin_of_value(
     value: Value, notes_of: Any, origin_of: dict[Value, Origin], outer: Origin, name_of: Mapping[Any, str]
 ) -> Origin:
@@ -193,7 +164,7 @@ def origin_of_value(
         own = outer
     if own is None:
         sources = (*outer.sources, *[e.source_info for e in value.equations])
-        operation = "" if value.layer else _operation_name(value, name_of)
+        operation = "" if value.layer else operation_name(value, name_of)
         own = dataclasses.replace(outer, operation=operation, layer=value.layer, name="", sources=sources)
     if named:
         own = dataclasses.replace(own, name=named[-1].name)
@@ -214,7 +185,7 @@ def is_default(name: str) -> bool:
     return name.startswith(("saved[", "ctx."))
 
 
-def _operation_name(value: Value, name_of: Mapping[Any, str]) -> str:
+def operation_name(value: Value, name_of: Mapping[Any, str]) -> str:
     for equation in value.equations:
         if equation.source_info.traceback in name_of:
             return name_of[equation.source_info.traceback]
@@ -398,12 +369,6 @@ def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[lis
     kind = "mark" if mark.recomputed_from is None else "recomputed"
     result = Value(equation.outvars[0].aval, kind, name, tensor.equations, layer=origin.layer, mark=mark)
     return [result], [Note(tensor, "", name, (), origin)] if tensor.kind == "operation" and name else []
-
-
-def layer_of_params(params: dict[str, Any]) -> str:
-    """Return the layer that a `rule_function` equation with these parameters applies, or ""."""
-    function = _nested_functions(params)[-1]
-    return function.layer_name if isinstance(function, LayerFunction) else ""
 
 
 def _nested_functions(params: dict[str, Any]) -> list[Any]:

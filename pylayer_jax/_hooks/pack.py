@@ -14,7 +14,6 @@ import functools
 import itertools
 import threading
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -100,13 +99,6 @@ class Step(NamedTuple):
     size: Callable[[Any], float] | None = None  # a type -> the bytes that its packed form takes on the device
 
 
-def reference(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:  # a number
-        return lambda: value
-
-
 @dataclasses.dataclass(eq=False)
 class Pair:
     """The hooks of a `saved_tensors_hooks` object. Each step packs what the pack hook of the previous one returned."""
@@ -124,16 +116,8 @@ class Pair:
         self.is_selective: bool = self.by_name is not None or bool(self.predicates())
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
-        self.names = WeakTable()  # for the report: what is kept for a tensor -> the name of the tensor
-        self.origins = WeakTable()  # tensor that a layer in an operation saves -> its origin
-        self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
         self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
-
-    @property
-    def packs_nothing(self) -> bool:
-        """Whether the pair keeps all tensors as they are, as that of `names_recorded` does."""
-        return self.by_name is None and not self.steps and not self.recomputes
 
     @property
     def is_on_host(self) -> bool:

@@ -11,13 +11,15 @@ sets from which backward can compute the residuals, it has the fewest bytes, and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import is_literal
+from pylayer_jax._jax.jaxprs import is_literal, variables
+from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
 from .pack import Pair, Step
@@ -36,7 +38,7 @@ from .primitives import (
     Row,
 )
 
-_SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
+SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
 _BYTE: Final = 1 << 40  # a byte, where bytes are compared first
 _STEP: Final = 0.05
@@ -158,44 +160,60 @@ class Graph:
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
         self.numbers = {e.outvars[0]: e.invars[0].val for e in casts}
-        self.reach = self._reach()
         # An error of these may become large: backward reads none of them with an error of others.
-        self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in e.invars if not is_literal(x)}
-        self.from_keys = self._from_keys()
+        self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in variables(e.invars)}
 
     def _free(self, outside: Collection[Any]) -> set[Any]:
         """Return what backward has without keeping it: inputs from outside, and their views."""
         free, self.views = set(outside), set[Any]()
         for e in self.jaxpr.eqns:
-            read = [x for x in e.invars if not is_literal(x)]
+            read = variables(e.invars)
             of_floats = [x for x in read if has_tangent(x.aval)] or read
             if row_of(e).is_view and read and all(x in free or x in self.views for x in of_floats):
                 # The block may have computed the start indices of a slice.
                 (free if all(x in free for x in read) else self.views).update(e.outvars)
         return free
 
-    def _from_keys(self) -> set[Any]:
+    @functools.cached_property
+    def from_keys(self) -> set[Any]:
         """Return what follows from keys and integers alone, as random bits and masks do: it can be repeated exactly."""
         found = {v for v in self.jaxpr.invars if not has_tangent(v.aval)}
         for e in self.jaxpr.eqns:
-            if all(is_literal(x) or x in found for x in e.invars):
+            if found.issuperset(variables(e.invars)):
                 found.update(e.outvars)
         return found
 
-    def _reach(self) -> dict[Any, float]:
+    @functools.cached_property
+    def uniform(self) -> set[Any]:
+        """Return the arrays whose values are the same along the last axis."""
+        found = {v for v in (*self.jaxpr.invars, *self.position) if v.aval.shape[-1:] == (1,)}
+        for e in self.jaxpr.eqns:
+            read = variables(e.invars)
+            if e.primitive.name == "broadcast_in_dim" and read:
+                (x,), last = read, len(e.outvars[0].aval.shape) - 1
+                dims = e.params["broadcast_dimensions"]
+                is_uniform = last not in dims or (dims[-1] == last and x in found)
+            else:
+                is_uniform = bool(read and row_of(e).recomputed) and found.issuperset(read)
+            if is_uniform:
+                found.update(e.outvars)
+        return found
+
+    @functools.cached_property
+    def reach(self) -> dict[Any, float]:
         """Return the size of the largest variable that elementwise operations make of each variable."""
         reach: dict[Any, float] = {}
         for e in reversed(self.jaxpr.eqns):
             if row_of(e).recomputed:
                 size = max([n_bytes(v.aval) for v in e.outvars] + [reach.get(v, 0) for v in e.outvars])
-                reach.update({x: max(size, reach.get(x, 0)) for x in e.invars if not is_literal(x)})
+                reach.update({x: max(size, reach.get(x, 0)) for x in variables(e.invars)})
         return reach
 
     def keeping(self, v: Any) -> Keeping:
         if v not in self._of_keeping:
             found = as_it_is(v) if v in self.views else self._keeping(v)
-            is_small = n_bytes(v.aval) < _SMALL * self.reach.get(v, 0)
-            if self.pair.recomputes and is_small and found.roundings:
+            is_judged = self.pair.recomputes and bool(found.roundings)
+            if is_judged and n_bytes(v.aval) < SMALL * self.reach.get(v, 0):
                 # A rounded mean would move all that is computed from it.
                 # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
                 found = as_it_is(v)
@@ -262,7 +280,7 @@ class Graph:
             # Of equal equations the later ones cost more, so that a limit takes them one by one.
             cost = cost_of(e) * (1 + _STEP * self.position[v] / len(self.position))
             edges.append((node + 1, sink, 1 + int(_UNIT * cost)))
-            operands = [x for x in e.invars if not is_literal(x)]
+            operands = variables(e.invars)
             to_visit += operands
             operands_of += [(node + 1, x) for x in operands]
         edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
@@ -280,7 +298,7 @@ class Graph:
             for v in e.outvars:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
-                    needed.update(x for x in e.invars if not is_literal(x))
+                    needed.update(variables(e.invars))
         operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in kept}
         while True:
             made, failed = self._judged(order[::-1], operations, is_costly)
@@ -305,7 +323,7 @@ class Graph:
         failed: set[Any] = set()
         for v in order:
             e = self.maker[v]
-            operands = [_FREE if is_literal(x) else known.get(x, _FREE) for x in e.invars]
+            operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
             is_exact = v in self.views or (is_costly and not result.roundings and self._may_repeat(e, v))
             reason = None if is_exact else self._objection(v, e, operands, result)
@@ -320,7 +338,7 @@ class Graph:
         shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
         steep = frozenset[Any]().union(*[x.steep for x in operands])
         function = PrimitiveFunction(e.primitive, e.params, v.aval)
-        if inexact and function.is_steep(self._operands(e, operands)):
+        if inexact and e.primitive.name in ("mul", "div") and function.is_steep(self._operands(e, operands)):
             steep |= {v}
         return Made(
             frozenset[Any]().union(*[x.rounded for x in operands]),
@@ -339,7 +357,13 @@ class Graph:
             return STEEP if x.steep and not ignores_steep else OTHER
 
         return [
-            Operand(a.val if is_literal(a) else self.numbers.get(a, a), x.rounded, distance(x), x.by)
+            Operand(
+                a.val if is_literal(a) else self.numbers.get(a, a),
+                x.rounded,
+                distance(x),
+                x.by,
+                not is_literal(a) and a in self.uniform,
+            )
             for a, x in zip(e.invars, operands, strict=True)
         ]
 
@@ -353,10 +377,12 @@ class Graph:
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
         if None in conditions:
             return {v}
-        if all(c(function, self._operands(e, operands)) for c in conditions if c):
+        judged = self._operands(e, operands)
+        if all(c(function, judged) for c in conditions if c):
             return None
         # Without the large factor before it, this one would do: keep the value behind the factor.
-        if all(c(function, self._operands(e, operands, ignores_steep=True)) for c in conditions if c):
+        judged = self._operands(e, operands, ignores_steep=True)
+        if all(c(function, judged) for c in conditions if c):
             return set(result.steep) - {v} or {v}
         return {v}
 

@@ -17,12 +17,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
-    evaluate_jaxpr,
     has_equation,
     inner_jaxprs,
     is_literal,
@@ -30,9 +28,11 @@ from pylayer_jax._jax.jaxprs import (
     jaxpr_and_consts,
     line_of,
     opened,
+    operations,
     outside_effects,
     scan_counts,
     stage,
+    variables,
 )
 from pylayer_jax._jax.rule_function import (
     LinearMap,
@@ -41,7 +41,6 @@ from pylayer_jax._jax.rule_function import (
     apply,
     apply_linear,
     merge,
-    payload_of,
     rule_function_p,
     scatter,
     select,
@@ -49,6 +48,7 @@ from pylayer_jax._jax.rule_function import (
 from pylayer_jax._jax.traces import (
     NEEDS_VALUES,
     DebugInfo,
+    Literal,
     PassThroughTrace,
     Var,
     current,
@@ -62,10 +62,9 @@ from pylayer_jax._jax.traces import (
     trace_of_primals,
     without_pass_through,
 )
-from pylayer_jax._jax.transparency import Identity, barrier
+from pylayer_jax._jax.transparency import barrier
 from pylayer_jax._jax.types import (
     as_arrays,
-    full_cotangent,
     has_tangent,
     is_key,
     is_nan_reported,
@@ -73,80 +72,52 @@ from pylayer_jax._jax.types import (
     tangent_type,
     typeof,
     unchecked,
-    zeros_of,
 )
 from pylayer_jax._trees import has_changed, split
 
 from .active import PLANNED, active, hooks_suspended, is_reported
 from .origins import Mark, Value, by_value, names_of_equations, origin_of_value, values_of, with_saver
 from .pack import Origin, Pair, is_selected, pack_tensor, roundings_of, steps_for
-from .plan import Graph, Keeping, as_it_is, n_bytes, row_of
-from .primitives import JITTED, ROWS, UNKNOWN, Expression, fold, leaves_of
-from .residuals import keeps_residuals, outside_blocks
+from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes, row_of
+from .primitives import JITTED, ROWS, UNKNOWN, fold, leaves_of
+from .saving import (
+    Held,
+    SavedByRule,
+    Saver,
+    UsersRule,
+    differentiated,
+    gated,
+    held,
+    keeps_residuals,
+    largest,
+    mark_of,
+    outside_blocks,
+    pulled,
+    transposed,
+    transposed_code,
+)
 
 _DEBUG: Final = DebugInfo("pylayer_jax", "an equation of a plan", None, None)
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
 
 
-# -- marks -------------------------------------------------------------------------------------------------
-
-
-class Held(Identity):
-    """Marks residuals that a plan leaves as they are: other hooks packed them, or `ctx` keeps them as attributes."""
-
-    name = "held"
-
-
-class SavedByRule(Identity):
-    """Marks what a rule of a user saves. The rule may compare it, so it is computed again by moves only."""
-
-    name = "saved"
-
-    def __init__(
-        self, types: Sequence[Any], layer: str = "", names: Sequence[str] = (), is_exact: bool = False
-    ) -> None:
-        super().__init__(types)
-        self.layer, self.names, self.is_exact = layer, names, is_exact
-
-    def of(self, types: Sequence[Any]) -> Identity:
-        return SavedByRule(types, self.layer, self.names, self.is_exact)
-
-    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        names = select(self.names, used) if self.names else ()
-        part = SavedByRule(select([v.aval for v in self.jaxpr.outvars], used), self.layer, names, self.is_exact)
-        return part, list(used)
-
-
-def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
-    """Mark arrays, while a plan is made, as residuals that it leaves as they are. Inputs are not marked."""
-    if active.value is not PLANNED:
-        return list(arrays)
-    known = {id(x) for x in inputs}
-    is_own = [is_tracer(x) and id(x) not in known for x in arrays]
-    own = select(arrays, is_own)
-    return merge(is_own, apply(Held([typeof(x) for x in own]), own), arrays) if own else list(arrays)
-
-
-def _mark_of(equation: Any) -> Any:
-    payload = payload_of(equation) if equation.primitive is rule_function_p else None
-    return payload if isinstance(payload, (Held, SavedByRule)) else None
-
+# -- jaxprs without marks ----------------------------------------------------------------------------------
 
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
 
 
-def _simplified(jaxpr: Any) -> tuple[Any, Marks]:
-    atom_of: dict[Any, Any] = {}
+def _simplified(jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
+    atom_of: dict[Any, Any] = dict(given)
     marks: Marks = {}
     equations: list[Any] = []
 
     def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a if is_literal(a) else atom_of.get(a, a) for a in atoms]
+        return [a if isinstance(a, Literal) else atom_of.get(a, a) for a in atoms]
 
     computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
     for e in jaxpr.eqns:
         operands = read(e.invars)
-        if (mark := _mark_of(e)) is None:
+        if (mark := mark_of(e)) is None:
             key = _key_of(e, operands)
             if key is not None and key in computed:
                 atom_of |= zip(e.outvars, computed[key], strict=True)
@@ -165,7 +136,7 @@ def _key_of(e: Any, operands: Sequence[Any]) -> Any:
     """Return a key of what an equation computes, or None for one that may differ from an equal one."""
     if e.effects or e.primitive.name not in ROWS:
         return None
-    read = [(str(x.aval), np.asarray(x.val).tobytes()) if is_literal(x) else x for x in operands]
+    read = [_value_key(x.aval, x.val) if isinstance(x, Literal) else x for x in operands]
     key = e.primitive, tuple(e.params.items()), tuple(read)
     try:
         hash(key)
@@ -174,106 +145,25 @@ def _key_of(e: Any, operands: Sequence[Any]) -> Any:
     return key
 
 
+def _value_key(aval: Any, value: Any) -> Any:
+    return aval.shape, aval.dtype, aval.weak_type, np.asarray(value).tobytes()
+
+
 def _is_held(equation: Any, index: int) -> bool:
     """Return whether a result of an equation is `Held` in its inner jaxprs."""
-    if isinstance(_mark_of(equation), Held):
+    if isinstance(mark_of(equation), Held):
         return True
-    if equation.primitive.name not in ("scan", "cond", "shard_map", *JITTED):
+    if equation.primitive.name not in (*_BODIES, *JITTED):
         return False
     for jaxpr in inner_jaxprs(equation.params):
+        maker = {v: e for e in jaxpr.eqns for v in e.outvars}
         v = jaxpr.outvars[index]
-        found = [] if is_literal(v) else [(e, e.outvars.index(v)) for e in jaxpr.eqns if v in e.outvars]
-        if any(_is_held(*x) for x in found):
+        # A shard_map returns a scalar residual as an array of one entry.
+        while v in maker and row_of(maker[v]).is_move and maker[v].invars:
+            v = maker[v].invars[0]
+        if not is_literal(v) and v in maker and _is_held(maker[v], maker[v].outvars.index(v)):
             return True
     return False
-
-
-class LayerMarks:
-    """What a layer in a planned function gets in place of a block of hooks."""
-
-    def __init__(self, layer: str, is_exact: bool) -> None:
-        self.layer, self.is_exact, self.origin = layer, is_exact, Origin(layer=layer)
-
-    def pack(
-        self, _: str, names: Sequence[str], __: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
-    ) -> tuple[None, list[Any], list[Any]]:
-        with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
-            mark = SavedByRule([typeof(x) for x in tensors], self.layer, names[: len(tensors)], self.is_exact)
-            return None, apply(mark, as_arrays(tensors)), list(outputs)
-
-    def hold(self, arrays: Sequence[Any]) -> list[Any]:
-        return held(arrays)
-
-
-class _UsersRule(RuleFunction):
-    """One equation that applies a custom rule of a user, whose residuals are marked."""
-
-    def __init__(self, jaxpr: Any, name: str) -> None:
-        self.jaxpr, self.name = jaxpr, name
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
-        nonzero = [t is not None for t in tangents]
-        given = select(tangents, nonzero)
-        run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
-        if not keeps_residuals(given):
-            values, found = jax.jvp(run, select(primals, nonzero), given)
-            return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-        with set_current_trace(without_pass_through(trace_of_primals(primals))):
-            values, pullback = jax.vjp(run, *select(primals, nonzero))
-            leaves, treedef = jax.tree_util.tree_flatten(pullback)
-            arrays = as_arrays(leaves)
-            arrays = apply(SavedByRule([typeof(x) for x in arrays]), arrays) if arrays else arrays
-        types = [typeof(v) for v in values]
-        found = apply_linear(_RulePullback(self.name, treedef, len(arrays), types), arrays, given)
-        return values, scatter(found, [has_tangent(t) for t in types])
-
-
-class _RulePullback(LinearMap):
-    def __init__(self, name: str, treedef: Any, n_residuals: int, value_types: Sequence[Any]) -> None:
-        self.name, self.n_residuals, self._treedef, self._value_types = name, n_residuals, treedef, value_types
-        self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
-        pullback = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
-        return pulled(pullback, cotangents, self._value_types, self.name)
-
-    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        return transposed(self, residuals, tangents)
-
-
-def pulled(pullback: Any, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
-    """Call a vjp function with the cotangents of those values that have any."""
-    __tracebackhide__ = True
-    given = iter(cotangents)
-    full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in value_types]
-    if not hasattr(pullback, "with_logs"):  # before jax 0.12
-        return list(pullback(full))
-    found, logs = pullback.with_logs(full)
-    if logs:  # only JAX's own primitives may pass logs on
-        raise TypeError(
-            f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which a block of hooks "
-            "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
-        )
-    return list(found)
-
-
-def transposed(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in linear.types)
-    transpose = jax.linear_transpose(lambda *cotangents: linear.transpose(residuals, cotangents), *types)
-    return list(transpose(list(tangents)))
-
-
-def transposed_code(jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    """Transpose code in hooks, for `jax.linear_transpose`; None among `args` for the linear ones."""
-    missing = [x is None for x in args]
-    types = [v.aval for v in jaxpr.invars]
-    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
-    transpose = jax.linear_transpose(
-        lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
-    )
-    return scatter(transpose(given), missing)
 
 
 # -- the staged function -----------------------------------------------------------------------------------
@@ -333,14 +223,15 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
     if row_of(e).is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
-        inputs = list(dict.fromkeys(x for x in e.invars if not is_literal(x)))
-        single = _of_one(e, inputs)
-        rule = _UsersRule(single, name)
+        inputs = variables(e.invars)
+        rule = UsersRule(name, Saver(), _of_one(e, inputs))
         return e.replace(primitive=rule_function_p, params=rule_function_p.params_of(rule), invars=inputs)
     inner = inner_jaxprs(params)
     if name in JITTED:
         (code,) = inner
-        if not (has_equation(code, *_CUSTOM_RULES) and is_users(code)) and not (has_bodies and _has_body(code)):
+        names = set(operations(code))
+        has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
+        if not has_rules and not (has_bodies and not names.isdisjoint(_BODIES)):
             return e
         changed = prepared(code, is_free, around, has_bodies)
         return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})
@@ -365,10 +256,6 @@ _BODIES: Final = ("scan", "cond", "shard_map")
 
 def _jaxprs_of(params: dict[str, Any]) -> list[Any]:
     return [p for p in (params.get("jaxpr"), *params.get("branches", ())) if hasattr(p, "consts")]
-
-
-def _has_body(jaxpr: Any) -> bool:
-    return has_equation(jaxpr, *_BODIES)
 
 
 def _with_consts(jaxpr: Any, like: Any) -> Any:
@@ -403,45 +290,82 @@ def _planned_body(body: Any, outside: Sequence[bool], around: Surroundings, equa
     return as_parameter(body.replace(invars=inputs, outvars=outputs, eqns=[call]))
 
 
-def _evaluate(jaxpr: Any, equation: Any, read: Callable[[Any], Any], is_inner: bool) -> list[Any]:
-    """Evaluate one equation of a jaxpr. JAX checks only results of jitted functions for NaN, not those within."""
-    inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
-    single = jaxpr.replace(
-        invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=_DEBUG
-    )
-    try:
-        return (unchecked(eval_jaxpr) if is_inner else eval_jaxpr)(single, (), *map(read, inputs))
-    except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
-        error.add_note(f"The operation {equation.primitive.name} is at {line_of([equation.source_info])}.")
-        raise
+class Pass(NamedTuple):
+    """A backward pass, B, for the values that have a cotangent."""
+
+    jaxpr: Any  # cotangents -> cotangents of the differentiated operands; it reads variables of the forward pass
+    consts: Mapping[Any, Any]  # concrete arrays that rules of users close over, by variable
+    dependent: set[Any]  # the variables that depend on cotangents
+    live: Sequence[Any]  # equations
+    equations: Sequence[Any]  # those that depend on cotangents, or have effects
+    known: Sequence[set[Any]]  # for each of them: the operands that do not depend on cotangents
+    maker: Mapping[Any, Any]  # variable -> equation
 
 
-class Derivative(NamedTuple):
-    """The forward pass of a function as a jaxpr, F, and its backward pass, B, with jitted functions opened."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivative:
+    """The forward pass of a function as a jaxpr, F, and its backward passes, with jitted functions opened."""
 
     forward: Any  # operands -> values, residuals
-    calls_of: dict[Any, Any]  # result of an equation, of both -> the jitted functions around the equation
-    operations: dict[Any, Any]  # the same -> a key of the operation that the equation belongs to
+    calls_of: dict[Any, Any]  # result of an equation, of all passes -> the jitted functions around the equation
+    operation_of: dict[Any, Any]  # the same -> a key of the operation that the equation belongs to
     marks: Marks
-    backward: Any  # residuals, cotangents -> cotangents of the differentiated operands
     value_types: Sequence[Any]
     consts: Sequence[Any]  # concrete arrays that rules of users close over: the first operands of forward
-    backward_consts: Mapping[Any, Any]  # the same of backward, by variable
+    pull: Callable[..., Values]  # (residuals, cotangents of the values that have a tangent, each may be None) -> ...
+    passes: dict[Any, Pass] = dataclasses.field(default_factory=dict)
 
     @property
     def n_values(self) -> int:
         return len(self.value_types)
 
-    def is_inner(self, equation: Any) -> bool:
-        return any(self.calls_of[v] for v in equation.outvars)
-
     @property
     def residuals(self) -> list[Any]:
         return self.forward.outvars[self.n_values :]
 
+    @property
+    def cotangent_types(self) -> list[Any]:
+        return [tangent_type(t) for t in self.value_types if has_tangent(t)]
+
+    def note(self, code: Any) -> None:
+        """Record the calls and operations of the equations of an opened jaxpr."""
+        for e, around, key in zip(code.jaxpr.eqns, code.calls, code.operations, strict=True):
+            self.calls_of.update(dict.fromkeys(e.outvars, around))
+            self.operation_of.update(dict.fromkeys(e.outvars, key))
+
+    def backward(self, used: Sequence[bool]) -> Pass:
+        """Return the backward pass for the cotangents that are not missing."""
+        __tracebackhide__ = True
+        if (key := tuple(used)) not in self.passes:
+            self.passes[key] = self._staged_backward(used)
+        return self.passes[key]
+
+    def _staged_backward(self, used: Sequence[bool]) -> Pass:
+        __tracebackhide__ = True
+        n = len(self.residuals)
+        run = lambda *args: (self.pull(args[:n], scatter(args[n:], used)), None)  # noqa: E731
+        with active(PLANNED):
+            types = [*[v.aval for v in self.residuals], *select(self.cotangent_types, used)]
+            code, consts, _ = stage(run, types, "backward")
+        found = opened(code)
+        self.note(found)
+        own, inputs = found.jaxpr.invars[: len(consts)], found.jaxpr.invars[len(consts) :]
+        jaxpr, _ = _simplified(found.jaxpr, dict(zip(inputs, self.residuals, strict=False)))
+        jaxpr = jaxpr.replace(invars=inputs[n:])
+        dependent = set(jaxpr.invars)
+        for e in jaxpr.eqns:
+            if e.effects or not dependent.isdisjoint(variables(e.invars)):
+                dependent.update(e.outvars)
+        live = live_equations(jaxpr, jaxpr.outvars)
+        equations = [e for e in live if e.effects or not dependent.isdisjoint(e.outvars)]
+        known = [set(variables(e.invars)) - dependent for e in equations]
+        maker = {v: e for e in live for v in e.outvars}
+        return Pass(jaxpr, dict(zip(own, consts, strict=True)), dependent, live, equations, known, maker)
+
 
 def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> Derivative:
     __tracebackhide__ = True
+    gate, run = gated(run)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         __tracebackhide__ = True
@@ -451,40 +375,51 @@ def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Seq
 
     with active(PLANNED):
         jaxpr, consts, (treedef, value_types) = stage(forward, types, name)
-    residual_types = [v.aval for v in jaxpr.outvars[len(value_types) :]]
-    cotangent_types = [tangent_type(t) for t in value_types if has_tangent(t)]
 
-    def backward(*args: Any) -> tuple[list[Any], None]:
+    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        pullback = jax.tree_util.tree_unflatten(treedef, args[: len(residual_types)])
-        return pulled(pullback, args[len(residual_types) :], value_types, name), None
+        return pulled(jax.tree_util.tree_unflatten(treedef, residuals), gate, cotangents, value_types, name)
 
-    with active(PLANNED):
-        back, more, _ = stage(backward, [*residual_types, *cotangent_types], name)
-    n = len(more)
-    backward_consts = dict(zip(back.invars[:n], more, strict=True))
-    opened_back, opened_forward = opened(back), opened(jaxpr)
-    back = _simplified(opened_back.jaxpr)[0]
-    back = back.replace(invars=back.invars[n:])
-    unmarked, marks = _simplified(opened_forward.jaxpr)
-    calls_of: dict[Any, Any] = {}
-    operations: dict[Any, Any] = {}
-    for code, calls, keys in (opened_back, opened_forward):
-        for e, around, key in zip(code.eqns, calls, keys, strict=True):
-            calls_of |= dict.fromkeys(e.outvars, around)
-            operations |= dict.fromkeys(e.outvars, key)
-    return Derivative(unmarked, calls_of, operations, marks, back, value_types, consts, backward_consts)
+    code = opened(jaxpr)
+    unmarked, marks = _simplified(code.jaxpr)
+    derivative = Derivative(unmarked, {}, {}, marks, value_types, consts, pull)
+    derivative.note(code)
+    return derivative
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
     """Return the equations that compute `wanted`, or have effects."""
-    read = {v for v in wanted if not is_literal(v)}
+    read = set(variables(wanted))
     found: list[Any] = []
     for e in reversed(jaxpr.eqns):
         if e.effects or any(v in read for v in e.outvars):
             found.append(e)
-            read.update(v for v in e.invars if not is_literal(v))
+            read.update(variables(e.invars))
     return found[::-1]
+
+
+def _evaluate(
+    derivative: Derivative, equations: Sequence[Any], values: dict[Any, Any], read: Callable[[Any], Any] | None = None
+) -> None:
+    """Evaluate equations of both passes into `values`."""
+    is_checked = is_nan_reported()
+    # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
+    for group in [[e] for e in equations] if is_checked else [list(equations)]:
+        computed = {v: None for e in group for v in e.outvars}
+        inputs = [v for v in variables([x for e in group for x in e.invars]) if v not in computed]
+        effects = frozenset[Any]().union(*[e.effects for e in group])
+        jaxpr = derivative.forward.replace(
+            constvars=(), invars=inputs, outvars=list(computed), eqns=group, effects=effects, debug_info=_DEBUG
+        )
+        is_inner = is_checked and any(derivative.calls_of[v] for v in computed)
+        try:
+            found = (unchecked(eval_jaxpr) if is_inner else eval_jaxpr)(
+                jaxpr, (), *map(read or values.__getitem__, inputs)
+            )
+        except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
+            error.add_note(f"The operation {group[0].primitive.name} is at {line_of([group[0].source_info])}.")
+            raise
+        values.update(zip(computed, found, strict=True))
 
 
 class Plan:
@@ -501,17 +436,13 @@ class Plan:
     ) -> None:
         """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
         self.derivative, self.pair, self.name, self.origins = derivative, pair, name, origins
-        forward, backward = derivative.forward, derivative.backward
-        self.backward_equations = live_equations(backward, backward.outvars)
-        self.source_of = dict(zip(backward.invars, derivative.residuals, strict=False))  # residual of B -> of F
-        readers: dict[Any, set[Any]] = {}  # residual of F -> the operations whose derivatives read it
-        read = [
-            (x, derivative.operations[e.outvars[0]]) for e in self.backward_equations for x in e.invars if e.outvars
-        ]
-        for x, operation in [*read, *[(x, None) for x in backward.outvars]]:
-            source = None if is_literal(x) else self.source_of.get(x)
-            if source is not None and not is_literal(source):
-                readers.setdefault(source, set()).add(operation)
+        forward, backward = derivative.forward, derivative.backward([True] * len(derivative.cotangent_types))
+        residuals = set(variables(derivative.residuals))
+        readers: dict[Any, set[Any]] = {}  # residual -> the operations whose derivatives read it
+        read = [(e.invars, derivative.operation_of[e.outvars[0]]) for e in backward.live if e.outvars]
+        for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
+            for x in residuals.intersection(variables(atoms)):
+                readers.setdefault(x, set()).add(operation)
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {
             v
@@ -523,9 +454,10 @@ class Plan:
         is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
         is_left = lambda v: not (has_tangent(v.aval) or pair.packs_arguments)  # noqa: E731
         free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x or is_left(v)}
+        self._keeping_of: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
         self._constants = {v for v, x in zip(forward.invars, places, strict=True) if x is None}
         for e in forward.eqns:
-            if not e.effects and all(is_literal(x) or x in self._constants for x in e.invars):
+            if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
         self.graph = Graph(
             forward,
@@ -535,7 +467,7 @@ class Plan:
             self._keeping,
             self._fixed(readers, free),
             {v: frozenset(found) for v, found in readers.items()},
-            derivative.operations,
+            derivative.operation_of,
         )
         self.kept, self.made = self.graph.choose(price)
         needed = self._needed(readers)
@@ -543,8 +475,9 @@ class Plan:
         if pair.unmatched:
             for v in (*self.kept, *[v for v in readers if v in self.made]):
                 pair.note(self.origin(v), v not in self.made)
+        largest = max([n_bytes(v.aval) for v in self.kept], default=0)
+        self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * largest}
         self.forward_equations = live_equations(forward, [*forward.outvars[: derivative.n_values], *self.kept])
-        self.dependent = self._dependent()
 
     def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
@@ -564,8 +497,8 @@ class Plan:
                 if isinstance(mark, SavedByRule) and v in residuals:
                     fix(v, mark.is_exact)
         for e in self.derivative.forward.eqns:
-            for x in e.invars if row_of(e).is_compared else ():
-                if not is_literal(x) and x in residuals:
+            for x in variables(e.invars) if row_of(e).is_compared else ():
+                if x in residuals:
                     fix(x, True)
         if self.pair.only is not None and not self.pair.steps:  # the predicate of `recompute_saved`
             ask = lambda v: lambda x: is_selected(self.pair.only, x, self.where(v), self.origin(v))  # noqa: E731
@@ -581,7 +514,7 @@ class Plan:
             if v not in found:
                 found[v] = None
                 e = None if v in kept else self.maker.get(v)
-                to_visit += [x for x in e.invars if not is_literal(x)] if e else []
+                to_visit += variables(e.invars) if e else []
         return found
 
     @functools.cached_property
@@ -597,28 +530,24 @@ class Plan:
             while to_visit:
                 x = to_visit.pop()
                 if x in self.maker:
-                    to_visit += [y for y in self.maker[x].invars if not is_literal(y)] if x in self.graph.free else []
+                    to_visit += variables(self.maker[x].invars) if x in self.graph.free else []
                 elif x in self.graph.free:
                     found[x] = Held if any(exact) or found.get(x) is Held else SavedByRule
-        return found
-
-    def _dependent(self) -> set[Any]:
-        """Return the variables of backward that depend on cotangents."""
-        jaxpr = self.derivative.backward
-        found = set(jaxpr.invars[len(self.derivative.residuals) :])
-        for e in jaxpr.eqns:
-            if e.effects or any(not is_literal(v) and v in found for v in e.invars):
-                found.update(e.outvars)
         return found
 
     def _keeping(self, v: Any) -> Keeping:
         if is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
             return as_it_is(v)
-        steps = self._asked(v, lambda x: steps_for(self.pair, x, self.where(v), self.origin(v)))
-        return Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
+        type_ = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
+        if type_ not in self._keeping_of:
+            steps = self._asked(v, lambda x: steps_for(self.pair, x, self.where(v), self.origin(v)))
+            self._keeping_of[type_] = Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
+        return self._keeping_of[type_]
 
     def _asked(self, v: Any, question: Callable[[Any], Any]) -> Any:
         """Return the answer of a predicate, which gets a tracer, as under `jax.jit`."""
+        if not self.pair.predicates():
+            return question(v.aval)
         _, _, answer = stage(lambda x: ([], question(x)), [v.aval], "only")
         return answer
 
@@ -645,25 +574,26 @@ class Plan:
         jaxpr, n = self.derivative.forward, self.derivative.n_values
         values: dict[Any, Any] = dict(zip(jaxpr.invars, [*self.derivative.consts, *primals], strict=True))
         residual_of: dict[Any, Any] = {}
-        kept = set(self.kept)
+        packed, equations = {v for v in self.kept if self.graph.keeping(v).steps}, list[Any]()
 
-        def keep(variables: Sequence[Any]) -> None:
-            for v in variables:
-                if v in kept:
-                    values[v], residual_of[v] = self._keep(v, values[v])
+        def pack(computed: Sequence[Any]) -> None:
+            for v in computed:
+                if v in packed:
+                    _evaluate(self.derivative, equations, values)
+                    equations.clear()
+                    values[v], residual_of[v] = self._packed(v, values[v])
 
-        keep(jaxpr.invars)
+        pack(jaxpr.invars)
         for e in self.forward_equations:
-            values.update(zip(e.outvars, self._evaluate(e, values), strict=True))
-            keep(e.outvars)
+            equations.append(e)
+            pack(e.outvars)
+        _evaluate(self.derivative, equations, values)
+        residual_of |= {v: values[v] for v in self.kept if v not in packed}
         outputs = [v.val if is_literal(v) else values[v] for v in jaxpr.outvars[:n]]
         further = self._further_residuals(values)
         is_program = any(map(is_staged, residual_of.values())) or any(map(is_staged, primals))
         self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
-
-    def _evaluate(self, e: Any, values: Mapping[Any, Any]) -> list[Any]:
-        return _evaluate(self.derivative.forward, e, values.__getitem__, self.derivative.is_inner(e))
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
@@ -671,20 +601,15 @@ class Plan:
             return []
         jaxpr = self.derivative.forward
         again = [v for v in self.graph.operations_of if v in self.made and v.aval.shape]
-        for e in live_equations(jaxpr, again):
-            if not all(v in values for v in e.outvars):
-                values.update(zip(e.outvars, self._evaluate(e, values), strict=True))
+        missing = [e for e in live_equations(jaxpr, again) if not all(v in values for v in e.outvars)]
+        _evaluate(self.derivative, missing, values)
         found: list[Any] = []
         if is_reported.value:
             from_ = {v: ", ".join(dict.fromkeys(map(self._shown, self.sources(v)))) or "inputs" for v in again}
             for v in (*self.kept, *again):
                 if is_tracer(values[v]):
                     found += apply(Mark(typeof(values[v]), self.origin(v), from_.get(v)), [values[v]])
-        if is_nan_reported():
-            hidden = [*again, *[v for v in self.kept if self.graph.keeping(v).steps]]
-            traced = [jax.lax.stop_gradient(values[v]) for v in hidden if is_tracer(values[v]) and has_tangent(v.aval)]
-            found += [jnp.max(jnp.abs(x)) for x in traced]
-        return found
+        return found + largest([values[v] for v in (*again, *[v for v in self.kept if self.graph.keeping(v).steps])])
 
     def _shown(self, v: Any) -> str:
         return next(iter(self.origin(v).keys), "")
@@ -694,13 +619,13 @@ class Plan:
         kept = set(self.kept)
         return [x for x in self._needed([v]) if x in kept]
 
-    def _keep(self, v: Any, value: Any) -> tuple[Any, Any]:
+    def _packed(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
         (x,) = as_arrays([value])
         with hooks_suspended():
             residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
         arrays = leaves_of(residual)
-        if not isinstance(residual, Expression) or not any(map(is_staged, arrays)):
+        if not any(map(is_staged, arrays)):
             return value, residual
         # Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
         value, *bound = barrier([x, *arrays])
@@ -736,47 +661,43 @@ def size_of(steps: Sequence[Any], aval: Any) -> float:
     return size
 
 
-class _Backward:
-    """One run of the backward pass of a plan."""
+class _BackwardRun:
+    """One run of a backward pass of a plan."""
 
-    def __init__(self, plan: Plan, residual_of: Mapping[Any, Any], cotangents: Sequence[Any]) -> None:
-        self._plan, self._residual_of = plan, residual_of
-        self._jaxpr, self._forward = plan.derivative.backward, plan.derivative.forward
-        self._maker = plan.maker | {v: e for e in plan.backward_equations for v in e.outvars}
-        inputs = self._jaxpr.invars[len(plan.derivative.residuals) :]
-        self._values = {**plan.derivative.backward_consts, **dict(zip(inputs, cotangents, strict=True))}
-        self._views: dict[Any, Any] = {}  # what comes from outside, for the equation that reads it now
+    def __init__(self, plan: Plan, backward: Pass, residual_of: Mapping[Any, Any], cotangents: Sequence[Any]) -> None:
+        self._plan, self._pass, self._residual_of = plan, backward, residual_of
+        self._values = {**backward.consts, **dict(zip(backward.jaxpr.invars, cotangents, strict=True))}
+        self._views: dict[Any, Any] = {}  # what comes from outside or is small, for the equation that reads it now
 
     def run(self) -> Values:
-        dependent = self._plan.dependent
-        for e in self._plan.backward_equations:
-            if e.effects or any(v in dependent for v in e.outvars):
+        derivative, equations = self._plan.derivative, list[Any]()
+        for e, known in zip(self._pass.equations, self._pass.known, strict=True):
+            if not known <= self._values.keys():
+                _evaluate(derivative, equations, self._values, self._read)
+                equations.clear()
                 self._prepare(e.invars)
-                self._values.update(zip(e.outvars, self._evaluate(self._jaxpr, e), strict=True))
-        self._prepare([v for v in self._jaxpr.outvars if is_literal(v) or v not in dependent])
-        return list(map(self._read, self._jaxpr.outvars))
-
-    def _evaluate(self, jaxpr: Any, e: Any) -> list[Any]:
-        return _evaluate(jaxpr, e, self._read, self._plan.derivative.is_inner(e))
-
-    def _source(self, v: Any) -> Any:
-        return v if is_literal(v) else self._plan.source_of.get(v, v)
+            equations.append(e)
+        _evaluate(derivative, equations, self._values, self._read)
+        outputs = self._pass.jaxpr.outvars
+        self._prepare([v for v in variables(outputs) if v not in self._pass.dependent])
+        return [v.val if is_literal(v) else self._read(v) for v in outputs]
 
     def _read(self, v: Any) -> Any:
-        v = self._source(v)
-        return v.val if is_literal(v) else self._views[v] if v in self._views else self._values[v]
+        return self._views[v] if v in self._views else self._values[v]
 
-    def _prepare(self, variables: Sequence[Any]) -> None:
+    def _prepare(self, atoms: Sequence[Any]) -> None:
         """Compute those of the variables that do not depend on cotangents.
 
         In staged code, XLA would compute them when the forward pass ends, and hold them. So it waits for the other
         variables, the cotangents. What comes from outside is read anew each time: else XLA shares a slice of stacked
-        weights with the forward pass, and holds it from there on.
+        weights with the forward pass, and holds it from there on. So is what is small: XLA fuses the inverse of a
+        standard deviation into each operation that reads it, and would otherwise write out its broadcast.
         """
         self._views = {}
-        order, arrays_of = self._missing(variables)
+        plan, known = self._plan, variables(atoms)
+        order, arrays_of = self._missing(known)
         arrays = {id(a): a for residual in arrays_of.values() for a in leaves_of(residual)}
-        cotangents = list(dict.fromkeys(v for v in variables if not is_literal(v) and v in self._plan.dependent))
+        cotangents = [v for v in known if v in self._pass.dependent]
         if cotangents and any(map(is_staged, arrays.values())):
             operands = [*as_arrays(list(arrays.values())), *[self._values[v] for v in cotangents]]
             bound = barrier(operands, waits=True)
@@ -784,33 +705,34 @@ class _Backward:
             self._values |= zip(cotangents, bound[len(arrays) :], strict=True)
         for v, residual in arrays_of.items():
             value = fold(residual, lambda a: arrays[id(a)], lambda function, inputs: function(*inputs))
-            (self._views if v in self._plan.graph.free else self._values)[v] = value
+            (self._views if v in plan.graph.free or v in plan.small else self._values)[v] = value
+        found: dict[Any, Any] = {}
+        _evaluate(plan.derivative, order, found, lambda v: found[v] if v in found else self._read(v))
         for e in order:
-            read = [v for v in map(self._source, e.invars) if not is_literal(v)]
-            is_view = row_of(e).is_view and bool(read) and all(v in self._views for v in read)
-            jaxpr = self._forward if e.outvars[0] in self._plan.maker else self._jaxpr
-            values = zip(e.outvars, self._evaluate(jaxpr, e), strict=True)
-            (self._views if is_view else self._values).update(values)
+            read = variables(e.invars)
+            is_passing = row_of(e).is_view or plan.small.issuperset(e.outvars)
+            is_view = is_passing and bool(read) and all(v in self._views for v in read)
+            (self._views if is_view else self._values).update({v: found[v] for v in e.outvars})
 
-    def _missing(self, variables: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
+    def _missing(self, wanted: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
         """Return the equations that compute the variables, in order, and the residuals that these read."""
         arrays_of: dict[Any, Any] = {}
         order: dict[int, Any] = {}
-        to_visit = [(v, False) for v in reversed(list(map(self._source, variables)))]
+        to_visit = [(v, False) for v in reversed(wanted)]
         while to_visit:
             v, is_ready = to_visit.pop()
-            if is_literal(v) or v in self._values or v in arrays_of:
+            if v in self._values or v in arrays_of:
                 continue
             if v in self._residual_of:
                 arrays_of[v] = self._residual_of[v]
                 continue
-            e = self._maker[v]
+            e = self._plan.maker.get(v) or self._pass.maker[v]
             if id(e) in order:
                 continue
             if is_ready:
                 order[id(e)] = e
             else:
-                to_visit += [(v, True), *[(self._source(x), False) for x in reversed(e.invars)]]
+                to_visit += [(v, True), *[(x, False) for x in reversed(variables(e.invars))]]
         return list(order.values()), arrays_of
 
 
@@ -820,16 +742,17 @@ class PlannedPullback(LinearMap):
     def __init__(self, plan: Plan, residuals: Sequence[Any], n_arrays: int) -> None:
         self.name, self._plan, self._residuals = plan.name, plan, residuals
         self.n_residuals = n_arrays
-        self.types = [tangent_type(t) for t in plan.derivative.value_types if has_tangent(t)]
+        self.types = plan.derivative.cotangent_types
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         with outside_blocks():
-            full = [zeros_of(t) if c is None else c for c, t in zip(cotangents, self.types, strict=True)]
+            used = [c is not None for c in cotangents]
             arrays = as_arrays(residuals)
             found = [fold(x, arrays.__getitem__) for x in self._residuals]
             residual_of = dict(zip([*self._plan.free, *self._plan.kept], found, strict=True))
-            return _Backward(self._plan, residual_of, full).run()
+            backward = self._plan.derivative.backward(used)
+            return _BackwardRun(self._plan, backward, residual_of, select(cotangents, used)).run()
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -863,7 +786,13 @@ class Planned(RuleFunction):
         __tracebackhide__ = True
         limit = self.around.pair.limit
         if self.around.within or limit is None:  # the function around a body has decided on the price
-            return self._plan_at(self.around, types, nonzero, has_bodies)
+            plan = self._plan_at(self.around, types, nonzero, has_bodies)
+            if self._warn and not (plan.kept or plan.made) and has_equation(self.jaxpr, "remat2"):
+                self._warn(
+                    f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
+                    "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
+                )
+            return plan
         budget = Budget()
         plan = self._plan_at(self.around._replace(budget=budget), types, nonzero, has_bodies)
         budget.plans[self] = plan, 1, self
@@ -872,7 +801,7 @@ class Planned(RuleFunction):
         price = budget.price_for(limit)
         if (least := budget.bytes_at(price)) > limit and self._warn:
             self._warn(
-                f"recompute_saved: {self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
+                f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
                 f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again."
             )
         return self._plan_at(self.around._replace(budget=Budget(price)), types, nonzero, has_bodies)
@@ -904,9 +833,7 @@ class Planned(RuleFunction):
             values = apply(self, primals)
             return values, [None] * len(values)
         if not keeps_residuals(given):
-            run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
-            values, found = jax.jvp(run, select(primals, nonzero), given)
-            return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+            return differentiated(self, primals, tangents)
         # JAX runs this rule inside a partial evaluation, in which the tangents are unknown. The hooks run in the trace
         # outside of it, in which the primals are known.
         with set_current_trace(without_pass_through(trace_of_primals(primals))):
@@ -956,6 +883,25 @@ class _JittedKept(PassThroughTrace):
             return primitive.bind(*tracers, **params)
 
 
+def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
+    """Stage a function, as `stage` does. JAX's own jitted functions stay calls, whose names operations get."""
+    __tracebackhide__ = True
+
+    def run(*args: Any) -> tuple[Sequence[Any], Any]:
+        __tracebackhide__ = True
+        with set_current_trace(_JittedKept(current_trace())):
+            return function(*args)
+
+    return stage(run, types, name)
+
+
+def staged(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
+    """Stage a function for a plan, which packs in place of the hooks around it."""
+    __tracebackhide__ = True
+    with outside_blocks(), active(PLANNED):
+        return stage_named(function, types, name)
+
+
 def name_of(function: Any) -> str:
     return getattr(getattr(function, "func", function), "__name__", type(function).__name__)  # or of a `partial`
 
@@ -981,21 +927,19 @@ def call_planned(
     def run(*tensors: Any) -> tuple[list[Any], Any]:
         __tracebackhide__ = True
         given = skeleton.fill(tensors)
-        with set_current_trace(_JittedKept(current_trace())):
-            outputs, out_skeleton = split(function(*given[0], **given[1]))
+        outputs, out_skeleton = split(function(*given[0], **given[1]))
         return as_arrays(outputs), (out_skeleton, has_changed((list(tensors), skeleton), split(given)))
 
     name = name_of(function)
     entry = current()
-    with outside_blocks(), active(PLANNED):
-        try:
-            jaxpr, consts, (out_skeleton, is_changed) = stage(run, [typeof(x) for x in tensors], name)
-        except NEEDS_VALUES as error:
-            error.add_note(
-                f"{name} is decorated with saved-tensor hooks, so it is staged as a whole. Code that needs concrete "
-                "values runs in a `with` block of the hooks, as it stands."
-            )
-            raise
+    try:
+        jaxpr, consts, (out_skeleton, is_changed) = staged(run, [typeof(x) for x in tensors], name)
+    except NEEDS_VALUES as error:
+        error.add_note(
+            f"{name} is decorated with saved-tensor hooks, so it is staged as a whole. Code that needs concrete values "
+            "runs in a `with` block of the hooks, as it stands."
+        )
+        raise
     if is_changed:
         raise NotPlannedError("it changes an argument in place")
     if any(map(is_ref, consts)):

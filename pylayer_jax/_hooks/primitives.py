@@ -13,7 +13,6 @@ random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -21,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.traces import Var, is_tracer
-from pylayer_jax._jax.types import typeof, unchecked
+from pylayer_jax._jax.types import typeof
 
 JITTED: Final = ("jit",)
-MOST_EQUATIONS: Final = 32  # of an expression, and of a jitted function that is looked into
 
 
 class Error(enum.IntEnum):
@@ -49,22 +47,17 @@ UNKNOWN: Final = Rounding(Error.UNKNOWN)
 
 
 class Expression:
-    """A value that backward computes, `function(*inputs)`. An input is another expression, or a leaf.
+    """A value that backward restores, `function(*inputs)`. An input is another expression, or a leaf.
 
-    A leaf is an array or number of the forward pass, a weak reference to it, or its position. The function is a
-    `PrimitiveFunction`, a `PackedTensor`, `with_tangent` or a constant, and holds no array but a number.
+    A leaf is an array, or its position among the arrays that JAX keeps. The function is a `PackedTensor` or
+    `with_tangent`, and holds no array.
     """
 
-    __slots__ = ("depth", "function", "inputs")
+    __slots__ = ("function", "inputs")
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self.function: Any = function
         self.inputs = inputs
-        self.depth: int = 1 + max([x.depth for x in inputs if isinstance(x, Expression)], default=0)
-
-    @staticmethod
-    def of(primitive: Any, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> Expression:
-        return Expression(PrimitiveFunction(primitive, params, aval), inputs)
 
 
 # At module level, since a nested function that calls itself is a reference cycle, which would keep arrays alive.
@@ -97,27 +90,17 @@ def leaves_of(x: Any) -> list[Any]:
 
 
 class PrimitiveFunction(NamedTuple):
-    """The function of an `Expression` that repeats one operation of the forward pass."""
+    """An operation of the forward pass that backward may repeat."""
 
     primitive: Any
     params: dict[str, Any]
     aval: Any  # of the result
 
-    @unchecked
-    def __call__(self, *operands: Any) -> Any:
-        result = self.primitive.bind(*operands, **self.params)
-        # A jitted function that computes a view of a value from outside the block returns a list.
-        return result[0] if self.primitive.multiple_results else result
-
-    @property
-    def row(self) -> Row:
-        return ROWS.get(self.primitive.name, KEPT)
-
     def is_steep(self, operands: Sequence[Operand]) -> bool:
-        """Return whether it multiplies or divides by an exact array, or enlarges by a number more than 2."""
+        """Return whether a `mul` or `div` has an exact array as a factor, or enlarges by a number more than 2."""
         name = self.primitive.name
-        factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact]
-        if name not in ("mul", "div") or not factors:
+        factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact and not x.is_uniform]
+        if not factors:
             return False
         if not all(map(is_number, factors)):
             return True
@@ -134,16 +117,15 @@ STEEP: Final = 2  # an error may be enlarged, or nothing is known yet
 class Operand(NamedTuple):
     """What is known about an operand of a `PrimitiveFunction` that backward may call."""
 
-    value: Any  # a value, or an expression
+    value: Any  # a variable, or a number
     rounded: frozenset[int]  # the kept tensors with an error from which it is computed
     distance: int  # from the kept tensors that it is computed from
     by: str  # the primitive that computes it again; "" for a kept tensor
+    is_uniform: bool = False  # whether it is the same along the last axis, as a mean: it scales a row and its error
 
     @property
     def aval(self) -> Any:
-        if isinstance(self.value, Var):
-            return self.value.aval
-        return self.value.function.aval if isinstance(self.value, Expression) else typeof(self.value)
+        return self.value.aval if isinstance(self.value, Var) else typeof(self.value)
 
     @property
     def is_exact(self) -> bool:
@@ -315,5 +297,4 @@ ROWS: Final = _rows()
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a concrete scalar, the same in all runs of a program."""
-    is_other = is_tracer(value) or type(value) in (Expression, weakref.ref, Var)
-    return not is_other and np.ndim(value) == 0
+    return not (is_tracer(value) or type(value) is Var) and np.ndim(value) == 0

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -98,10 +99,8 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def with_users_line(jaxpr: Any) -> Any:
-    """Add the user's current source line to a jaxpr without lines, such as that of JAX's own jitted functions."""
-    if not jaxpr.eqns or is_users(jaxpr):
-        return jaxpr
+def with_current_line(jaxpr: Any) -> Any:
+    """Give equations the user's current source line: JAX's staging hides the code around it."""
     line = current().traceback
     return jaxpr.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=line)) for e in jaxpr.eqns])
 
@@ -113,6 +112,11 @@ def is_users(jaxpr: Any) -> bool:
 
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Return the distinct variables among operands or outputs."""
+    return list(dict.fromkeys([a for a in atoms if not isinstance(a, Literal)]))
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -154,11 +158,11 @@ def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
 # -- parts of a jaxpr ------------------------------------------------------------------------------------
 
 
-def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
-    """Return a mask of the outputs that depend on `variables`, which are inputs or results of equations."""
-    dependent = set(variables)
+def dependence(jaxpr: Any, sources: Sequence[Any]) -> list[bool]:
+    """Return a mask of the outputs that depend on `sources`, which are inputs or results of equations."""
+    dependent = set(sources)
     for equation in jaxpr.eqns:
-        if any(not is_literal(v) and v in dependent for v in equation.invars):
+        if not dependent.isdisjoint(variables(equation.invars)):
             dependent.update(equation.outvars)
             dependent.update(_refs(equation))  # the equation may write to its Refs
     return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
@@ -166,13 +170,13 @@ def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
 
 def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
     """Return the equations that compute `wanted` from `known`, and the variables that are wanted or that they read."""
-    known, read = set(known), {v for v in wanted if not is_literal(v)}
+    known, read = set(known), set(variables(wanted))
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
         # An equation may write to a `jax.Ref`, so it is also kept if a later kept equation reads one of its Refs.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
-            read.update(v for v in equation.invars if not is_literal(v))
+            read.update(variables(equation.invars))
     return equations[::-1], read
 
 
@@ -201,7 +205,7 @@ def _evaluate(
     """Evaluate equations one by one. A `known` value takes precedence over the result of an equation."""
     values, debug = dict(known), DebugInfo("pylayer_jax", "an equation of a jaxpr", None, None)
     for equation in equations:
-        inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
+        inputs = variables(equation.invars)
         single = jaxpr.replace(
             invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
         )
@@ -217,11 +221,12 @@ class Opened(NamedTuple):
     jaxpr: Any
     calls: list[tuple[Any, ...]]  # the calls around it
     operations: list[tuple[int, ...]]  # a key of the operation that it belongs to: derivatives share JAX's traceback
+    users: dict[int, bool]  # id of an inner jaxpr -> whether it is the user's
 
 
 def opened(jaxpr: Any) -> Opened:
     """Replace jitted functions by their equations."""
-    found = Opened(jaxpr, [], [])
+    found = Opened(jaxpr, [], [], {})
     equations: list[Any] = []
     outvars = _opened(jaxpr, jaxpr.invars, (), equations, found)
     return found._replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
@@ -232,16 +237,20 @@ def _opened(
 ) -> list[Any]:
     atom_of = dict(zip(jaxpr.invars, operands, strict=True))
     outer = calls[-1].source_info if calls else None
-    takes_line = outer is not None and not is_users(jaxpr)
+    if outer is not None and id(jaxpr) not in found.users:
+        found.users[id(jaxpr)] = is_users(jaxpr)
+    takes_line = outer is not None and not found.users[id(jaxpr)]
 
     def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a if is_literal(a) else atom_of[a] for a in atoms]
+        return [a if isinstance(a, Literal) else atom_of[a] for a in atoms]
 
+    key = tuple([id(call.source_info.traceback) for call in calls])
     for equation in jaxpr.eqns:
         source, params = equation.source_info, equation.params
+        key_of_equation = *key, id(source.traceback)
         if outer is not None:
-            source = source.replace(name_stack=outer.name_stack + source.name_stack)
-            source = source.replace(traceback=outer.traceback) if takes_line else source
+            traceback = outer.traceback if takes_line else source.traceback
+            source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
         if equation.primitive.name == "jit" and not jaxpr_and_consts(params["jaxpr"])[1] and is_inlinable(params):
             call = equation.replace(source_info=source)
             code = jaxpr_and_consts(params["jaxpr"])[0]
@@ -252,9 +261,12 @@ def _opened(
         results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
         atom_of |= zip(equation.outvars, results, strict=True)
         found.calls.append(calls)
-        tracebacks = [*[c.source_info.traceback for c in calls], equation.source_info.traceback]
-        found.operations.append(tuple(map(id, tracebacks)))
-        equations.append(equation.replace(invars=read(equation.invars), outvars=results, source_info=source))
+        found.operations.append(key_of_equation)
+        operands = read(equation.invars)
+        is_changed = calls or any(map(operator.is_not, operands, equation.invars))
+        equations.append(
+            equation.replace(invars=operands, outvars=results, source_info=source) if is_changed else equation
+        )
     return read(jaxpr.outvars)
 
 

@@ -99,7 +99,7 @@ def error(found, expected):
 @pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
 def test_the_gradient_is_exact(function, limit, mode):
     f = recompute_saved(limit=limit)(function)
-    assert error(mode(jax.grad(f, (0, 1)))(W, X), jax.jit(jax.grad(function, (0, 1)))(W, X)) < 1e-5
+    assert error(mode(jax.grad(f, (0, 1)))(W, X), mode(jax.grad(function, (0, 1)))(W, X)) < 1e-5
     np.testing.assert_array_equal(jax.jit(f)(W, X), jax.jit(function)(W, X))
 
 

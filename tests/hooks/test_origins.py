@@ -366,3 +366,12 @@ def test_what_does_not_warn():
     by_name({"sin": cast_saved()})(lambda x: jnp.sum(x))(X)  # nothing is kept
     with pytest.raises(KeyError), cast_saved():
         raise KeyError
+
+
+def test_a_checkpoint_of_all_that_is_decorated_is_told_once():
+    step = jax.jit(jax.grad(cast_saved()(jax.checkpoint(lambda x: jnp.sum(jnp.sin(jnp.cos(x)))))))
+    with pytest.warns(UserWarning, match=r"jax\.checkpoint") as caught:
+        list(map(step, (X, X[:1])))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    jax.grad(cast_saved()(lambda x: jnp.sum(jnp.sin(jax.checkpoint(jnp.cos)(x)))))(X)  # of a part: silent

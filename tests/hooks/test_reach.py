@@ -19,7 +19,7 @@ OPERATIONS = {
     "layer": (Multiply.apply, 2),
     "jitted operation": (jax.jit(jnp.multiply), 2),
     "jitted layer": (jax.jit(Multiply.apply), 2),
-    "custom_jvp": (lambda a, b: jax.nn.relu(a) * b, 3),  # the mask of relu, and what is multiplied
+    "custom_jvp": (lambda a, b: jax.nn.relu(a) * b, 4),  # the mask and the zeros of relu, and what is multiplied
     "checkpoint": (jax.checkpoint(Multiply.apply), 2),
 }
 
@@ -56,7 +56,7 @@ def test_only_what_is_needed_is_packed():
 def test_a_tensor_that_several_operations_keep_is_packed_once():
     for jit in (lambda f: f, jax.jit):
         spy = Spy()
-        total = in_block(spy.hooks, lambda a, b: jnp.sum(Multiply.apply(a, b) + a * b + Multiply.apply(a, a)))
+        total = spy.hooks(lambda a, b: jnp.sum(Multiply.apply(a, b) + a * b + Multiply.apply(a, a)))
         jit(jax.grad(total, (0, 1)))(A, B)
         assert spy.log.count("pack") == 2
 
@@ -177,9 +177,8 @@ def test_backward_logs_are_an_error_in_a_block_and_arrive_outside_of_it(mode):
     sine = jax.custom_vjp(jnp.sin)
     sine.defvjp_with_logs(lambda x: (jnp.sin(x), jnp.cos(x)), lambda c, dy: ((dy * c,), {"norm": jnp.sum(dy)}))
     summed = mode(lambda x: jnp.sum(sine(x)))
-    _, pullback = jax.vjp(in_block(bits(), summed), X)
     with pytest.raises(TypeError, match=r"norm(?s:.*)defvjp_with_logs"):
-        pullback.with_logs(1.0)
+        jax.vjp(in_block(bits(), summed), X)[1].with_logs(1.0)
     _, pullback = jax.vjp(lambda x: summed(x) + in_block(bits(), tanh_sum)(x), X)
     np.testing.assert_allclose(pullback.with_logs(1.0)[1]["norm"], 3.0)
 
@@ -191,6 +190,29 @@ def test_arguments_that_may_not_be_saved():
         assert not isinstance(pullback.args_res[0], jax.Array)
         pullback.args_res[0] = A
         np.testing.assert_allclose(pullback(B)[1], A * B, rtol=1e-6)
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    "form", [lambda f: cast_saved()(f), lambda f: in_block(bits(), jax.jit(f))], ids=["plan", "block"]
+)
+def test_an_output_without_a_cotangent(form, mode):
+    missing = []
+
+    def backward(ctx, *cotangents):
+        missing.append([c is None for c in cotangents])
+        return cotangents[0]
+
+    forward = lambda ctx, x: ctx.set_materialize_grads(False) or (x * 1.0, jnp.cos(x))  # noqa: E731
+    split = layer(forward, backward).apply
+
+    def loss_and_more(x):
+        a, b = split(x)
+        return jnp.sum(a**2), {"the derivative is infinite": jnp.sqrt(jax.nn.relu(b * 0.0)), "other": b}
+
+    gradient, _ = mode(jax.grad(form(loss_and_more), has_aux=True))(X)
+    np.testing.assert_allclose(gradient, 2 * X, rtol=1e-2)
+    assert missing[-1] == [False, True]
 
 
 # -- when hooks run, and how often ----------------------------------------------------------------
@@ -225,7 +247,7 @@ def test_an_output_that_a_layer_and_the_next_operation_keep_is_packed_once(forwa
     monkeypatch.setattr(Tanh, "forward_mode", forward_mode)
     for jit in (lambda f: f, jax.jit):
         spy = Spy()
-        run = jit(jax.grad(in_block(spy.hooks, lambda x: (Tanh.apply(x) * (2 * x)).sum())))
+        run = jit(jax.grad(spy.hooks(lambda x: (Tanh.apply(x) * (2 * x)).sum())))
         np.testing.assert_allclose(run(X), 2 * jnp.tanh(X) + 2 * X * (1 - jnp.tanh(X) ** 2), rtol=1e-6)
         assert spy.counts()[0] == 2  # the output, and 2 x
 

@@ -1,0 +1,431 @@
+"""What layers, and rules of users, save for backward: marked for a plan, or packed as it is saved.
+
+    in a decorated function   a plan keeps or packs what a `SavedByRule` marks, and computes it again by moves only
+    in a `with` block         each tensor is packed when the layer or rule has run, and nothing is computed again
+
+Rules of users may compare two tensors that they saved, and XLA rounds the same formula differently in another fusion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax._jax.jaxprs import evaluate_jaxpr
+from pylayer_jax._jax.rule_function import (
+    LinearMap,
+    RuleFunction,
+    UnstagedBatch,
+    Values,
+    apply,
+    apply_linear,
+    merge,
+    payload_of,
+    rule_function_p,
+    scatter,
+    select,
+)
+from pylayer_jax._jax.traces import (
+    current_trace,
+    is_staged,
+    is_staging,
+    is_tracer,
+    is_unknown,
+    set_current_trace,
+    trace_of_primals,
+    without_pass_through,
+)
+from pylayer_jax._jax.transparency import Identity, barrier
+from pylayer_jax._jax.types import (
+    as_arrays,
+    full_cotangent,
+    has_tangent,
+    is_key,
+    is_nan_reported,
+    is_ref,
+    tangent_type,
+    typeof,
+    zeros_of,
+)
+
+from .active import PLANNED, SUSPENDED, active, hooks_suspended
+from .pack import Origin, Pair, pack_tensor, roundings_of, steps_for
+from .primitives import UNKNOWN, Expression, fold, leaves_of
+
+# -- marks for a plan --------------------------------------------------------------------------------------
+
+
+class Held(Identity):
+    """Marks residuals that a plan leaves as they are: other hooks packed them, or `ctx` keeps them as attributes."""
+
+    name = "held"
+
+
+class SavedByRule(Identity):
+    """Marks what a rule of a user saves. The rule may compare it, so it is computed again by moves only."""
+
+    name = "saved"
+
+    def __init__(
+        self, types: Sequence[Any], layer: str = "", names: Sequence[str] = (), is_exact: bool = False
+    ) -> None:
+        super().__init__(types)
+        self.layer, self.names, self.is_exact = layer, names, is_exact
+
+    def of(self, types: Sequence[Any]) -> Identity:
+        return SavedByRule(types, self.layer, self.names, self.is_exact)
+
+    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
+        names = select(self.names, used) if self.names else ()
+        part = SavedByRule(select([v.aval for v in self.jaxpr.outvars], used), self.layer, names, self.is_exact)
+        return part, list(used)
+
+
+def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
+    """Mark arrays, while a plan is made, as residuals that it leaves as they are. Inputs are not marked."""
+    if active.value is not PLANNED:
+        return list(arrays)
+    known = {id(x) for x in inputs}
+    is_own = [is_tracer(x) and id(x) not in known for x in arrays]
+    own = select(arrays, is_own)
+    return merge(is_own, apply(Held([typeof(x) for x in own]), own), arrays) if own else list(arrays)
+
+
+def mark_of(equation: Any) -> Any:
+    payload = payload_of(equation) if equation.primitive is rule_function_p else None
+    return payload if isinstance(payload, (Held, SavedByRule)) else None
+
+
+# -- packed tensors of a layer or a rule -------------------------------------------------------------------
+
+
+def keeps_residuals(tangents: Sequence[Any]) -> bool:
+    """Return whether a rule keeps residuals for these tangents. Eager forward mode keeps none."""
+    return any(is_unknown(t) or is_staged(t) for t in tangents)
+
+
+@contextlib.contextmanager
+def outside_blocks() -> Generator[None]:
+    """Suspend hooks, and let operations skip the trace of the block."""
+    with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
+        yield
+
+
+class PackedTensors:
+    """An `Expression` for each tensor, or the tensor itself, with positions for the arrays that JAX keeps."""
+
+    def __init__(self, residuals: Sequence[Any], n_further: int) -> None:
+        arrays = {id(x): x for residual in residuals for x in leaves_of(residual)}
+        position_of = {key: i for i, key in enumerate(arrays)}
+        done: dict[int, Any] = {}
+        self.n_arrays = len(arrays) + n_further
+        self._residuals = [fold(residual, lambda x: position_of[id(x)], done=done) for residual in residuals]
+
+    @property
+    def owners(self) -> list[int]:
+        """For each array: the index of the first tensor that backward restores from it."""
+        pairs = [(i, owner) for owner, residual in enumerate(self._residuals) for i in leaves_of(residual)]
+        return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
+
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
+        return UnpackedTensors(self._residuals, arrays, cotangents)
+
+
+class UnpackedTensors(Sequence[Any]):
+    """The tensors that a layer or a rule keeps, each unpacked when it is first read.
+
+    In staged code, XLA does not unpack one before it has computed the cotangents.
+    """
+
+    def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        self._residuals, self._arrays = residuals, arrays
+        self.cotangents = list(cotangents)  # the barriers replace these cotangents
+        self._waiting: dict[int, Any] = {}  # position -> the array behind a barrier
+        self._done: dict[int, Any] = {}  # id of a residual -> its tensor
+
+    def __len__(self) -> int:
+        return len(self._residuals)
+
+    def __getitem__(self, index: Any) -> Any:
+        residual = self._residuals[index]
+        if not isinstance(residual, Expression):
+            return self._waiting.get(residual, self._arrays[residual])
+        with outside_blocks():
+            self._wait(leaves_of(residual))
+            return fold(residual, self._waiting.__getitem__, lambda function, inputs: function(*inputs), self._done)
+
+    def all(self) -> list[Any]:
+        """Return all tensors, behind one barrier."""
+        # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
+        self._wait([i for residual in self._residuals for i in leaves_of(residual)])
+        return list(self)
+
+    def _wait(self, positions: Collection[int]) -> None:
+        """Put arrays behind a barrier with the cotangents. XLA waits only if backward uses the cotangents from it.
+
+        Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
+        """
+        positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
+        if not positions:
+            return
+        arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
+        present = [i for i, c in enumerate(self.cotangents) if c is not None]
+        if present and any(map(is_staged, arrays)):
+            values = barrier([*arrays, *[self.cotangents[i] for i in present]], waits=True)
+            arrays = values[: len(arrays)]
+            for i, cotangent in zip(present, values[len(arrays) :], strict=True):
+                self.cotangents[i] = cotangent
+        self._waiting |= zip(positions, arrays, strict=True)
+
+
+class Saver:
+    """Saves the tensors of one layer or rule of a user in a decorated function or a `with` block."""
+
+    def __init__(
+        self,
+        pair: Pair | None = None,
+        layer: str = "",
+        outside: Sequence[bool | None] = (),
+        is_exact: bool = False,
+        is_inner: bool = False,
+    ) -> None:
+        self.pair = pair  # None in a decorated function: its plan packs
+        self.layer = layer
+        self.outside = outside  # whether each input comes from outside the block; None for a constant
+        self.is_exact = is_exact  # whether tensors stay as they are if hooks would round them
+        self.is_inner = is_inner  # whether a jitted function in the block applies the layer: its plan packs
+
+    def save(
+        self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
+    ) -> tuple[PackedTensors | None, list[Any], list[Any]]:
+        """Return the packed tensors, None if there are none; the arrays for JAX to keep; and the outputs."""
+        # JAX runs a rule in a partial evaluation, in which the tangents are unknown. The hooks run in the trace outside
+        # of it, in which the primals are known.
+        with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
+            if active.value is PLANNED and (self.pair is None or self.is_inner):
+                mark = SavedByRule([typeof(x) for x in tensors], self.layer, names[: len(tensors)], self.is_exact)
+                return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
+            if self.pair is None or active.value is SUSPENDED:
+                return None, list(tensors), list(outputs)
+            packed, arrays, outputs = self._packed(self.pair, owner, names, inputs, tensors, outputs)
+            return packed, held(arrays, inputs), outputs
+
+    def _packed(
+        self,
+        pair: Pair,
+        owner: str,
+        names: Sequence[str],
+        inputs: Sequence[Any],
+        tensors: Sequence[Any],
+        outputs: Sequence[Any],
+    ) -> tuple[PackedTensors, list[Any], list[Any]]:
+        is_program = is_staging()
+        given = list(zip(inputs, self.outside, strict=False))
+        left = {id(x) for x, place in given if place is None or (place and not pair.packs_arguments)}
+        residual_of: dict[int, Any] = {}
+        with hooks_suspended():
+            for i, x in enumerate(tensors):
+                # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
+                is_constant = is_program and not is_tracer(x)
+                if id(x) in left or is_constant or is_ref(x) or is_key(x) or 0 in np.shape(x):
+                    residual_of[id(x)] = x
+                if id(x) in residual_of:
+                    continue
+                (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
+                where, origin = f"{owner} {i}", Origin(layer=self.layer, name=names[i] if names else "")
+                steps = steps_for(pair, array, where, origin)
+                is_rounded = any(r != UNKNOWN for r in roundings_of(steps, array))
+                packed = pack_tensor(pair, () if self.is_exact and is_rounded else steps, array, where, origin)
+                residual_of[id(x)] = packed
+        packed = {key: x for key, x in residual_of.items() if isinstance(x, Expression)}
+        arrays = {id(a): a for x in packed.values() for a in leaves_of(x)}
+        if any(map(is_staged, arrays.values())):
+            # Without it, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
+            bound = barrier([*outputs, *arrays.values()])
+            outputs, array_of = bound[: len(outputs)], dict(zip(arrays, bound[len(outputs) :], strict=True))
+            residual_of |= {key: fold(x, lambda a: array_of[id(a)]) for key, x in packed.items()}
+        residuals = [residual_of[id(x)] for x in tensors]
+        kept = {id(a): a for x in residuals for a in leaves_of(x)}
+        hidden = {id(x): x for x in tensors if id(x) in packed}
+        further = largest(hidden.values())
+        return PackedTensors(residuals, len(further)), [*kept.values(), *further], list(outputs)
+
+
+def largest(tensors: Collection[Any]) -> list[Any]:
+    # JAX looks for NaN among the results of a program, and so misses one in a packed or recomputed tensor. It finds the
+    # NaN in the largest absolute value of each, which is one more residual. tests: hooks/test_modes.py
+    traced = [x for x in tensors if is_tracer(x) and has_tangent(x)] if is_nan_reported() else []
+    return [jnp.max(jnp.abs(jax.lax.stop_gradient(x))) for x in traced]
+
+
+# -- custom rules of users -----------------------------------------------------------------------------------
+
+
+class UsersRule(RuleFunction):
+    """One operation that applies a custom rule of a user, whose residuals a `Saver` saves."""
+
+    def __init__(self, name: str, saver: Saver, jaxpr: Any = None, bind: Callable[..., Values] | None = None) -> None:
+        self.name, self._saver, self.jaxpr, self._bind = name, saver, jaxpr, bind
+
+    def run(self, *args: Any) -> Values:
+        return super().run(*args) if self._bind is None else self._bind(*args)
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+        if self.jaxpr is None:  # JAX can call the Python function of this operation only once
+            return UnstagedBatch(self, axis, dims), [], None
+        return super().batch(axis, dims, types)
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return transposed_code(jaxpr, args, cotangents)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        nonzero = [t is not None for t in tangents]
+        given = select(tangents, nonzero)
+        if not keeps_residuals(given):
+            return differentiated(self, primals, tangents)
+        gate, run = gated(lambda *args: self.run(*merge(nonzero, args, primals)))
+        with set_current_trace(without_pass_through(trace_of_primals(primals))):
+            with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
+                values, pullback = jax.vjp(run, *select(primals, nonzero))
+            leaves, treedef = jax.tree_util.tree_flatten(pullback)
+        owner = f"the operation {self.name}, residual"
+        packed, arrays, values = self._saver.save(owner, (), primals, as_arrays(leaves), values)
+        types = [typeof(v) for v in values]
+        found = apply_linear(_RulePullback(self.name, packed, treedef, gate, len(arrays), types), arrays, given)
+        return values, scatter(found, [has_tangent(t) for t in types])
+
+
+class _RulePullback(LinearMap):
+    def __init__(
+        self,
+        name: str,
+        packed: PackedTensors | None,
+        treedef: Any,
+        gate: Any,
+        n_residuals: int,
+        value_types: Sequence[Any],
+    ) -> None:
+        self.name, self.n_residuals, self._packed = name, n_residuals, packed
+        self._treedef, self._gate, self._value_types = treedef, gate, value_types
+        self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        with contextlib.nullcontext() if self._packed is None else outside_blocks():
+            if self._packed is not None:
+                unpacked = self._packed.unpack(residuals, cotangents)
+                residuals, cotangents = unpacked.all(), unpacked.cotangents
+            pullback = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
+            return pulled(pullback, self._gate, cotangents, self._value_types, self.name)
+
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        return transposed(self, residuals, tangents)
+
+
+def differentiated(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+    """Return the values and tangents of the code of a function, by forward mode."""
+    __tracebackhide__ = True
+    nonzero = [t is not None for t in tangents]
+    run: Any = lambda *args: function.run(*merge(nonzero, args, primals))  # noqa: E731
+    values, found = jax.jvp(run, select(primals, nonzero), select(tangents, nonzero))
+    return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+
+
+# The gate of the function that is differentiated, and the positions of its values that have no cotangent.
+_unused: Final[contextvars.ContextVar[tuple[Any, frozenset[int]]]] = contextvars.ContextVar(
+    "unused", default=(None, frozenset())
+)
+
+
+class Gate(Identity):
+    """Stands behind the values of a function, and keeps those without a cotangent out of its backward pass.
+
+    A vjp function of JAX takes an array of zeros for each of them, and zero times infinity is NaN.
+    tests: hooks/test_reach.py::test_an_output_without_a_cotangent
+    """
+
+    name = "gate"
+
+    def __init__(self, types: Sequence[Any], gate: Any) -> None:
+        super().__init__(types)
+        self._gate = gate  # any object, by which `pulled` finds it
+
+    def of(self, types: Sequence[Any]) -> Identity:
+        return Gate(types, self._gate)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        is_float = [has_tangent(typeof(x)) for x in primals]
+        full = [zeros_of(tangent_type(typeof(x))) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+        given = select(full, is_float)
+        return list(primals), scatter(apply_linear(_GateMap(self._gate, given), [], given), is_float)
+
+
+class _GateMap(LinearMap):
+    name = "gate"
+    n_residuals = 0
+
+    def __init__(self, gate: Any, tangents: Sequence[Any]) -> None:
+        self._gate, self.types = gate, list(map(typeof, tangents))
+
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        return list(tangents)
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        gate, positions = _unused.get()
+        return [None if gate is self._gate and i in positions else c for i, c in enumerate(cotangents)]
+
+
+def gated(run: Callable[..., Values]) -> tuple[Any, Callable[..., Values]]:
+    """Return a gate, and the function with this gate."""
+    gate = object()
+
+    def run_gated(*args: Any) -> Values:
+        __tracebackhide__ = True
+        values = run(*args)
+        return apply(Gate([typeof(x) for x in values], gate), values)
+
+    return gate, run_gated
+
+
+def pulled(pullback: Any, gate: Any, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
+    """Call a vjp function of a gated function with the cotangents of those values that have any."""
+    __tracebackhide__ = True
+    given = iter(cotangents)
+    full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in value_types]
+    token = _unused.set((gate, frozenset([i for i, c in enumerate(cotangents) if c is None])))
+    try:
+        if not hasattr(pullback, "with_logs"):  # before jax 0.12
+            return list(pullback(full))
+        found, logs = pullback.with_logs(full)
+    finally:
+        _unused.reset(token)
+    if logs:  # only JAX's own primitives may pass logs on
+        raise TypeError(
+            f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which a block of hooks "
+            "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
+        )
+    return list(found)
+
+
+def transposed(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in linear.types)
+    transpose = jax.linear_transpose(lambda *cotangents: linear.transpose(residuals, cotangents), *types)
+    return list(transpose(list(tangents)))
+
+
+def transposed_code(jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    """Transpose code in hooks, for `jax.linear_transpose`; None among `args` for the linear ones."""
+    missing = [x is None for x in args]
+    types = [v.aval for v in jaxpr.invars]
+    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
+    transpose = jax.linear_transpose(
+        lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
+    )
+    return scatter(transpose(given), missing)
