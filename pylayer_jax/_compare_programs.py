@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final
 
@@ -47,6 +48,8 @@ class ComparedProgram:
     peak_bytes: int | None  # temporary memory, arguments and results of the compiled gradient, by XLA
     held_bytes: int  # the bytes that the vjp function holds, without the inputs of the program
     operations: float | None  # floating-point operations, by XLA; None if XLA does not report them
+    transcendentals: float | None  # operations such as exp and tanh, which XLA counts apart
+    accessed_bytes: float | None  # what the operations read and write, by XLA
     has_loop: bool  # whether the gradient has a loop: XLA counts the operations in the body of a loop once
     trace_seconds: float  # of JAX, for tracing and lowering, after an earlier trace has filled its caches
     compile_seconds: float  # of XLA
@@ -60,6 +63,7 @@ class ProgramComparison:
     """Result of `compare_programs`: a table with one row per program."""
 
     rows: list[ComparedProgram]
+    _limited: _Limited | None = dataclasses.field(default=None, compare=False)  # of one function: more ways to run it
 
     def __repr__(self) -> str:
         titles, rows = self._table()
@@ -70,37 +74,50 @@ class ProgramComparison:
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of the columns, and for each row the texts of its cells."""
-        rows, counts = self.rows, [r.operations for r in self.rows]
-        # There is no ratio where only one of a program and the first has a loop.
-        choices = zip(rows, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
-        operations = [with_ratio if r.has_loop == rows[0].has_loop else count for r, with_ratio, count in choices]
-        operations = [f"≥ {x}" if r.has_loop and x else x for r, x in zip(rows, operations, strict=True)]
+        rows = self.rows
+
+        def counted(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
+            # There is no ratio where only one of a program and the first has a loop.
+            choices = zip(rows, _with_ratios(values, units), _in_unit(values, units), strict=True)
+            texts = [with_ratio if r.has_loop == rows[0].has_loop else count for r, with_ratio, count in choices]
+            return [f"≥ {x}" if r.has_loop and x else x for r, x in zip(rows, texts, strict=True)]
+
         columns = {
             "program": [r.name for r in rows],
             "temporary memory": _with_ratios([r.temp_bytes for r in rows], _BYTES),
             "peak": _with_ratios([r.peak_bytes for r in rows], _BYTES),
             "held": _with_ratios([r.held_bytes for r in rows], _BYTES),
-            "operations": operations,
+            "operations": counted([r.operations for r in rows], _COUNTS),
+            "transcendental": counted([r.transcendentals for r in rows], _COUNTS),
+            "bytes accessed": counted([r.accessed_bytes for r in rows], _BYTES),
             "trace": _in_unit([r.trace_seconds for r in rows], _SECONDS),
             "compile": _in_unit([r.compile_seconds for r in rows], _SECONDS),
         }
         if any(r.step_seconds for r in rows):
-            low, middle, high = zip(*(np.quantile(r.step_seconds, (0.25, 0.5, 0.75)) for r in rows), strict=True)
+            low, middle, high = zip(
+                *(np.quantile(r.step_seconds or (0,), (0.25, 0.5, 0.75)) for r in rows), strict=True
+            )
             unit = _unit(middle, _SECONDS)
-            texts = [[_three_digits(s / _SECONDS[unit]) for s in seconds] for seconds in (low, middle, high)]
-            columns["step"] = [f"{m} {unit} [{a}, {b}]" for a, m, b in zip(*texts, strict=True)]
+            texts = [[_three_digits(s / _SECONDS[unit]) for s in each] for each in (low, middle, high)]
+            steps = [f"{m} {unit} [{a}, {b}]" for a, m, b in zip(*texts, strict=True)]
+            columns["step"] = [step if r.step_seconds else "" for r, step in zip(rows, steps, strict=True)]
         if any(r.error is not None for r in rows):
             columns["error of value"] = ["" if r is rows[0] else f"{r.value_error:.2g}" for r in rows]
             columns["error of gradient"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
     def _caption(self) -> str:
-        first, loops = self.rows[0].name, [r.name for r in self.rows if r.has_loop]
+        plain, loops = self.rows[0], [r.name for r in self.rows if r.has_loop]
+        first, temp = plain.name, plain.temp_bytes or math.inf
+        elsewhere = [
+            r.name for r in self.rows if r.held_bytes < plain.held_bytes / 2 and (r.temp_bytes or 0) > 0.9 * temp
+        ]
         parts = {
             f"in parentheses: relative to {first}": len(self.rows) > 1,
             "peak: with arguments and results; the state of an optimizer comes on top": True,
             "in brackets: quartiles": any(r.step_seconds for r in self.rows),
             f"≥: XLA counts the operations in the body of a loop once ({', '.join(loops)})": loops,
+            f"{', '.join(elsewhere)}: the peak lies elsewhere, not in what is held, and no packer lowers it": elsewhere,
             f"jax {jax.__version__} on {jax.default_backend()}": True,
         }
         return "; ".join(part for part, applies in parts.items() if applies)
@@ -112,8 +129,10 @@ class ProgramComparison:
             >>> loss = comparison.within("2 MiB").program
 
         Among errors that differ by at most 1e-5, the fewest operations decide. If nothing was run, the first row that
-        fits is returned. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one
-        gradient with its arguments, but not the state of an optimizer.
+        fits is returned, an exact one if there is any. If one function was compared and does not fit as it is, this
+        method looks for the limit of `recompute_saved` with the fewest operations that fits, and compiles up to six
+        more programs, which become rows. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has
+        to hold one gradient with its arguments, but not the state of an optimizer.
 
         Raises:
             ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
@@ -121,6 +140,8 @@ class ProgramComparison:
         limit = bytes_of(memory, "within")
         if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
             raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
+        if self._limited is not None and (self.rows[0].peak_bytes or 0) > limit:
+            self._limited.search(self.rows, limit)
         # If the gradient of the first program has a NaN, all errors are NaN, and none is worse than the first.
         has_nan = [math.isnan(r.error or 0) and not math.isnan(self.rows[0].error or 0) for r in self.rows]
         usable = [(r, r.peak_bytes or 0) for r, has in zip(self.rows, has_nan, strict=True) if not has]
@@ -131,7 +152,8 @@ class ProgramComparison:
             why = "".join(f" The gradient of {r.name} has a NaN." for r in select(self.rows, has_nan))
             raise ValueError(f"within({memory!r}): no program fits. {row.name} takes least, {peak}: {more} more.{why}")
         if fitting[0].error is None:
-            return fitting[0]
+            exact = [r for r in fitting if self._limited is not None and r in _exact(self.rows)]
+            return min(exact or fitting[:1], key=lambda r: r.operations or 0)
         errors = [math.inf if r.error is None or math.isnan(r.error) else r.error for r in fitting]
         best = [r for r, error in zip(fitting, errors, strict=True) if error <= min(errors) + 1e-5]
         return min(best, key=lambda r: r.operations or 0)
@@ -172,11 +194,12 @@ def compare_programs(
         >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
         >>> comparison = compare_programs(loss, jnp.ones((64, 64)), jnp.ones((512, 64)))
         >>> [row.name for row in comparison.rows]
-        ['plain', 'recompute_saved()', 'cast_saved()', 'quantize_saved(8)', 'quantize_saved(4)']
+        ['plain', 'recompute_saved()', ..., 'cast_saved()', 'quantize_saved(8)']
         >>> loss = comparison.within("1 MiB").program
 
     `programs` is a function (or a layer) that takes `args` and returns a scalar, and is compared with itself under each
-    pair in the list above. Or it maps names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`.
+    pair in the list above, and under `recompute_saved` with half and a quarter of what that holds as `limit`. Or it
+    maps names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`.
     The gradient is with respect to all float arrays in the pytrees `args`; other leaves are passed unchanged. To leave
     out an array, such as a batch of data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds`
     rounds, all programs run in turn; 0 rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program
@@ -184,8 +207,9 @@ def compare_programs(
 
     The table shows per program:
 
-    - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the operations
-      in the body of a loop count once, and those in kernels and callbacks do not count;
+    - the temporary memory of the compiled gradient, its operations, those such as `exp` and `tanh`, which XLA counts
+      apart, and the bytes that they access, as XLA counts them on one device: the operations in the body of a loop
+      count once, and those in kernels and callbacks do not count;
     - the peak: temporary memory, arguments and results;
     - the bytes that the vjp function holds, as `saved_tensors_report` counts them: on all devices, without the inputs;
     - the seconds for tracing with lowering (JAX), after a first trace has filled JAX's caches, and for compiling (XLA),
@@ -203,53 +227,28 @@ def compare_programs(
             array, or if a program returns something else than a real scalar.
         ValueError: if `programs` is empty, or `rounds` is negative.
     """
+    loss = None if isinstance(programs, Mapping) else programs
     programs = _checked_programs(programs)
     if rounds < 0:
         raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
-    leaves, skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
-    has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
-    is_float = list(map(has_tangent, tensors))
-    if not any(is_float):
-        raise TypeError(
-            "compare_programs: none of the arguments holds a float array, so that there is no gradient. "
-            "Pass the programs' arguments after the programs, as arrays: jnp.float32(2.0), not 2.0."
-        )
-
-    def value(name: Any, *tensors: Any) -> Any:
-        result = function_of(programs[name])(*skeleton.fill(tensors))
-        if is_tensor(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
-            return result
-        got = type_of(result) if is_tensor(result) else describe(result)
-        raise TypeError(
-            f"compare_programs: the program {name!r} returns {got}, expected a real scalar, of which the gradient is "
-            "taken. Return one number, such as the sum of the squares, and no auxiliary values."
-        )
-
-    def value_and_gradient(name: Any, *tensors: Any) -> Any:
-        of_floats = lambda floats: value(name, *merge(is_float, floats, tensors))  # noqa: E731
-        return jax.value_and_grad(of_floats)(select(tensors, is_float))
-
-    held: dict[Any, int] = {}
-    for name in programs:
-        with _noted(name):
-            held[name] = saved_tensors_report(functools.partial(value, name), *tensors).total_bytes
+    compiler = _Compiler(args)
+    held = {name: compiler.held_bytes(name, program) for name, program in programs.items()}
+    limited = None
+    if loss is not None:
+        limited = _Limited(compiler, function_of(loss) or loss)
+        own, *rest = [name for name in programs if name != "plain"]
+        halves = dict(map(limited.program, (held[own] / 2, held[own] / 4))) if held[own] else {}
+        held |= {name: compiler.held_bytes(name, program) for name, program in halves.items()}
+        programs = {n: programs[n] for n in ("plain", own)} | halves | {n: programs[n] for n in rest}
     rows: list[ComparedProgram] = []
     steps: list[Callable[[], Any]] = []
-    first: Any = None
     with progress() as show:
         for name, program in programs.items():
-            with _noted(name):
-                row, run = _compile(name, program, held[name], functools.partial(value_and_gradient, name), tensors)
-                steps.append(lambda run=run: jax.block_until_ready(run(*tensors)))
-                if has_values:
-                    result = steps[-1]()
-                    first = result if first is None else first
-                    row = dataclasses.replace(row, **_errors(result, first))
+            row, step = compiler.compile(name, program, held[name])
             rows.append(row)
-            titles, cells = ProgramComparison(rows)._table()
-            show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[-1], strict=True)))
-    if has_values and rounds:
+            steps.append(step)
+            _show_row(show, rows, -1)
+    if compiler.has_values and rounds:
         repeats = [math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for step in steps]
         seconds: list[list[float]] = [[] for _ in steps]
         timed = list(zip(steps, repeats, seconds, strict=True))
@@ -258,7 +257,12 @@ def compare_programs(
                 times.append(_seconds(step, n))
             timed.reverse()  # in the same order in every round, each step would always run after the same other step
         rows = [dataclasses.replace(row, step_seconds=tuple(s)) for row, s in zip(rows, seconds, strict=True)]
-    return ProgramComparison(rows)
+    return ProgramComparison(rows, limited)
+
+
+def _show_row(show: Callable[[str], None], rows: list[ComparedProgram], index: int) -> None:
+    titles, cells = ProgramComparison(rows)._table()
+    show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[index], strict=True)))
 
 
 def _checked_programs(programs: Any) -> Mapping[Any, Callable[..., Any]]:
@@ -269,7 +273,7 @@ def _checked_programs(programs: Any) -> Mapping[Any, Callable[..., Any]]:
                 f"compare_programs: expected a function or a dict of functions, as in {example}, "
                 f"got {describe(programs)}."
             )
-        pairs = recompute_saved(), cast_saved(), quantize_saved(8), quantize_saved(4)
+        pairs = recompute_saved(), cast_saved(), quantize_saved(8)
         loss = function_of(programs) or programs
         programs = {"plain": programs} | {repr(pair): pair(loss) for pair in pairs}
     if not programs:
@@ -285,9 +289,11 @@ def _checked_programs(programs: Any) -> Mapping[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _noted(name: Any) -> Generator[None]:
-    """Add a note with the name of the program to an exception."""
+    """Add a note with the name of the program to an exception. Of a limit that is too small, the table tells."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "recompute_saved: .* more than the limit")
+            yield
     except Exception as error:
         error.add_note(f"This happened in the program {name!r} of compare_programs.")
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -298,29 +304,111 @@ def _noted(name: Any) -> Generator[None]:
 # -- compiling and running --------------------------------------------------------------------------
 
 
-def _compile(
-    name: Any, program: Any, held_bytes: int, step: Callable[..., Any], tensors: Sequence[Any]
-) -> tuple[ComparedProgram, Callable[..., Any]]:
-    start = time.perf_counter()
-    traced = jax.jit(step).trace(*tensors)
-    lowered = traced.lower()
-    middle = time.perf_counter()
-    run = lowered.compile()
-    end = time.perf_counter()
-    memory, cost = run.memory_analysis(), run.cost_analysis()
-    sizes: list[Any] = [getattr(memory, f"{kind}_size_in_bytes", None) for kind in ("temp", "argument", "output")]
-    row = ComparedProgram(
-        name=str(name),
-        program=program,
-        temp_bytes=sizes[0],
-        peak_bytes=None if None in sizes else sum(sizes),
-        held_bytes=held_bytes,
-        operations=(cost or {}).get("flops"),
-        has_loop=has_equation(traced.jaxpr, "scan", "while"),
-        trace_seconds=middle - start,
-        compile_seconds=end - middle,
-    )
-    return row, run
+class _Compiler:
+    """Compiles and runs the gradients of programs at the same arguments."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        leaves, self._skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
+        self.has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        self._tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
+        self._is_float = list(map(has_tangent, self._tensors))
+        self._first: Any = None  # the value and the gradient of the first program
+        if not any(self._is_float):
+            raise TypeError(
+                "compare_programs: none of the arguments holds a float array, so that there is no gradient. "
+                "Pass the programs' arguments after the programs, as arrays: jnp.float32(2.0), not 2.0."
+            )
+
+    def _value(self, name: Any, program: Any, *tensors: Any) -> Any:
+        result = function_of(program)(*self._skeleton.fill(tensors))
+        if is_tensor(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
+            return result
+        got = type_of(result) if is_tensor(result) else describe(result)
+        raise TypeError(
+            f"compare_programs: the program {name!r} returns {got}, expected a real scalar, of which the gradient is "
+            "taken. Return one number, such as the sum of the squares, and no auxiliary values."
+        )
+
+    def held_bytes(self, name: Any, program: Any) -> int:
+        with _noted(name):
+            return saved_tensors_report(functools.partial(self._value, name, program), *self._tensors).total_bytes
+
+    def compile(self, name: Any, program: Any, held_bytes: int) -> tuple[ComparedProgram, Callable[[], Any]]:
+        """Return the row of a program, and a function that runs its gradient."""
+
+        def value_and_gradient(*tensors: Any) -> Any:
+            of_floats = lambda floats: self._value(name, program, *merge(self._is_float, floats, tensors))  # noqa: E731
+            return jax.value_and_grad(of_floats)(select(tensors, self._is_float))
+
+        with _noted(name):
+            start = time.perf_counter()
+            traced = jax.jit(value_and_gradient).trace(*self._tensors)
+            lowered = traced.lower()
+            middle = time.perf_counter()
+            run = lowered.compile()
+            end = time.perf_counter()
+            memory, cost = run.memory_analysis(), run.cost_analysis() or {}
+            sizes: list[Any] = [
+                getattr(memory, f"{kind}_size_in_bytes", None) for kind in ("temp", "argument", "output")
+            ]
+            row = ComparedProgram(
+                name=str(name),
+                program=program,
+                temp_bytes=sizes[0],
+                peak_bytes=None if None in sizes else sum(sizes),
+                held_bytes=held_bytes,
+                operations=cost.get("flops"),
+                transcendentals=cost.get("transcendentals", 0.0 if cost else None),
+                accessed_bytes=cost.get("bytes accessed"),
+                has_loop=has_equation(traced.jaxpr, "scan", "while"),
+                trace_seconds=middle - start,
+                compile_seconds=end - middle,
+            )
+            step = lambda: jax.block_until_ready(run(*self._tensors))  # noqa: E731
+            if self.has_values:
+                result = step()
+                self._first = result if self._first is None else self._first
+                row = dataclasses.replace(row, **_errors(result, self._first))
+            return row, step
+
+
+class _Limited:
+    """Compares one function under `recompute_saved` with limits."""
+
+    def __init__(self, compiler: _Compiler, loss: Callable[..., Any]) -> None:
+        self._compiler, self._loss = compiler, loss
+
+    def program(self, limit: float) -> tuple[str, Callable[..., Any]]:
+        unit = _unit([limit], _BYTES)
+        pair = recompute_saved(limit=f"{limit / _BYTES[unit]:.4g} {unit}")
+        return repr(pair), pair(self._loss)
+
+    def search(self, rows: list[ComparedProgram], memory: float) -> None:
+        """Add rows, by bisection, until that with the fewest operations is known which is exact and fits."""
+        with progress() as show:
+            for _ in range(_MOST_TRIED):
+                exact = sorted(_exact(rows)[1:], key=lambda row: row.held_bytes)
+                held, peaks = [0, *[row.held_bytes for row in exact]], [row.peak_bytes or 0 for row in exact]
+                fitting = [i for i, peak in enumerate(peaks, 1) if peak <= memory]
+                i = fitting[-1] if fitting else 1 + peaks.index(min(peaks))
+                # Where nothing fits, the peak may be lower on both sides: less is held, or less is computed at once.
+                gaps = [*zip(held[i:], held[i + 1 :], strict=False)][:1] + ([] if fitting else [(held[i - 1], held[i])])
+                low, high = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+                name, program = self.program((low + high) / 2)
+                if high - low <= _NEAR * high or any(row.name == name for row in rows):
+                    return
+                row, _ = self._compiler.compile(name, program, self._compiler.held_bytes(name, program))
+                rows.insert(len(_exact(rows)), row)
+                _show_row(show, rows, len(_exact(rows)) - 1)
+
+
+def _exact(rows: list[ComparedProgram]) -> list[ComparedProgram]:
+    """Return the rows of one function before those of `cast_saved()` and `quantize_saved(8)`."""
+    return rows[:-2]
+
+
+_MOST_TRIED: Final = 6
+_NEAR: Final = 0.02
 
 
 def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:

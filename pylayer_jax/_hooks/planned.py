@@ -343,7 +343,11 @@ class Derivative:
     def _staged_backward(self, used: Sequence[bool]) -> Pass:
         __tracebackhide__ = True
         n = len(self.residuals)
-        run = lambda *args: (self.pull(args[:n], scatter(args[n:], used)), None)  # noqa: E731
+
+        def run(*args: Any) -> tuple[Values, None]:
+            __tracebackhide__ = True
+            return self.pull(args[:n], scatter(args[n:], used)), None
+
         with active(PLANNED):
             types = [*[v.aval for v in self.residuals], *select(self.cotangent_types, used)]
             code, consts, _ = stage(run, types, "backward")
@@ -435,6 +439,7 @@ class Plan:
         price: float,
     ) -> None:
         """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
+        __tracebackhide__ = True
         self.derivative, self.pair, self.name, self.origins = derivative, pair, name, origins
         forward, backward = derivative.forward, derivative.backward([True] * len(derivative.cotangent_types))
         residuals = set(variables(derivative.residuals))
