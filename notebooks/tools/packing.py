@@ -166,25 +166,31 @@ TRAINED: dict[str, Callable[[], Model]] = {
 }
 
 
-DEPTHS = (12, 24)
+DEEP_MODELS = {"12 layers": (12, False), "24 layers": (24, False)}  # the depth, and whether it is a scan
+DEEP_MODELS |= {f"{title} in a scan": (depth, True) for title, (depth, _) in DEEP_MODELS.items()}
 
 
-def keep_products(layer: Layer) -> Layer:
-    return jax.checkpoint(layer, policy=products_and_decisions)
+def checkpointed(policy: Any) -> Callable[[Layer], Layer]:
+    return lambda layer: jax.checkpoint(layer, policy=policy)
 
 
 # What is around each layer, and around the loss.
-CHECKPOINT, BEST = (
-    "`jax.checkpoint` of each layer",
-    "`quantize_saved(8)`, and a checkpoint with `products_and_decisions`",
-)
+CHECKPOINT, LIMITED = "`jax.checkpoint` of each layer", '`recompute_saved(limit="32 MiB")`'
+POLICIES = jax.checkpoint_policies
 DEEP: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "plain": (_same, _same),
     "`recompute_saved()`": (_same, recompute_saved()),
+    '`recompute_saved(limit="64 MiB")`': (_same, recompute_saved(limit="64 MiB")),
+    LIMITED: (_same, recompute_saved(limit="32 MiB")),
+    "checkpoint of each layer, `dots_saveable`": (checkpointed(POLICIES.dots_saveable), _same),
+    "the same, `dots_with_no_batch_dims_saveable`": (checkpointed(POLICIES.dots_with_no_batch_dims_saveable), _same),
+    CHECKPOINT: (jax.checkpoint, _same),
     "`cast_saved()`": (_same, cast_saved()),
     "`quantize_saved(8)`": (_same, quantize_saved(8)),
-    CHECKPOINT: (jax.checkpoint, _same),
-    BEST: (keep_products, quantize_saved(8)),
+    "`quantize_saved(8)`, and a checkpoint, `products_and_decisions`": (
+        checkpointed(products_and_decisions),
+        quantize_saved(8),
+    ),
 }
 
 
@@ -220,23 +226,24 @@ def measure(name: str, place: str, rounds: int) -> dict[str, Any]:
     return compare(losses, model.init(), *model.batch(jax.random.key(1)), rounds)
 
 
-def measure_deep(depth: int) -> dict[str, Any]:
-    losses, args = deep_programs(depth)
+def measure_deep(depth: int, scans: bool) -> dict[str, Any]:
+    losses, args = deep_programs(depth, scans)
     found = compare(losses, *args, rounds=0)
     for name, loss in losses.items():
         found[name]["cpu_seconds"] = cpu_seconds_to_compile(loss, *args)
     return found
 
 
-def deep_programs(depth: int) -> tuple[dict[str, Any], Any]:
+def deep_programs(depth: int, scans: bool) -> tuple[dict[str, Any], Any]:
     """Return the losses of a transformer by what is around its layers and its loss, and their arguments."""
     model = transformer(depth=depth)
     losses = {
-        name: around_loss(functools.partial(model.loss, around=around_layer))
+        name: around_loss(functools.partial(model.loss, around=around_layer, scans=scans))
         for name, (around_layer, around_loss) in DEEP.items()
     }
-    # A loss of stacked parameters would also hold the slice of each layer.
-    return losses, (unstacked(model.init()), *model.batch(jax.random.key(1)))
+    # A loop over stacked parameters would also hold the slice of each layer.
+    params = model.init()
+    return losses, (params if scans else unstacked(params), *model.batch(jax.random.key(1)))
 
 
 def cpu_seconds_to_compile(loss: Any, *args: Any) -> float:
@@ -293,9 +300,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     found: dict[str, Any] = {"jax": jax.__version__, "deep": {}, "programs": {}, "training": {}}
     write = Path(options.json).write_text if options.json else len
-    for depth in DEPTHS:
-        print(depth, "layers")
-        found["deep"][str(depth)] = measure_deep(depth)
+    for title, (depth, scans) in DEEP_MODELS.items():
+        print(title)
+        found["deep"][title] = measure_deep(depth, scans)
         write(json.dumps(found, indent=1))
     if options.deep:
         write_pages([found])
@@ -322,19 +329,19 @@ def write_pages(found: list[dict[str, Any]]) -> None:
 
 
 def draw_deep(deep: dict[str, Any]) -> Any:
-    """Draw memory against operations, with a panel for each depth; return the figure."""
+    """Draw memory against operations, with a panel for each model; return the figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    every = figure.subplots(1, len(deep), squeeze=False)[0]
-    for axes, (depth, programs) in zip(every, deep.items(), strict=True):
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    every = figure.subplots(2, 2).flat
+    for axes, (title, programs) in zip(every, deep.items(), strict=True):
         fields = [field.name for field in dataclasses.fields(ComparedProgram)]
         rows = [ComparedProgram(**{n: row[n] for n in fields}) for row in programs.values()]
         ProgramComparison(rows).plot(axes)
-        axes.set_title(f"Transformer of {depth} layers", fontsize=10)
+        axes.set_title(f"Transformer of {title}", fontsize=10)
         axes.get_legend().remove()
     handles, labels = every[0].get_legend_handles_labels()
-    labels = [label.replace("`", "") for label in labels]
+    labels = [label.replace("`", "").replace(" (a loop: more operations)", "") for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
@@ -368,8 +375,9 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
         errors.append([name, error, f"{losses['first'][0]:.2f}; {losses['plain'][1]:.4f}", *above])
     result: dict[str, str] = {}
     if newest["deep"]:
-        result |= {"fact": fact(newest["deep"]), "deep": deep_in_short(newest["deep"])}
-        result |= {f"{depth} layers": deep_table(programs) for depth, programs in newest["deep"].items()}
+        loops, scanned = ({k: v for k, v in newest["deep"].items() if ("scan" in k) == x} for x in (False, True))
+        result |= {"fact": fact(loops), "deep": deep_in_short(loops), "deep scans": deep_in_short(scanned)}
+        result |= {title: deep_table(programs) for title, programs in loops.items()}
     if newest["programs"]:
         kinds = "temp_bytes", "held_bytes"
         result["memory"] = of_programs(newest, ratios(*kinds), ["plain, MiB"], *kinds)
@@ -403,18 +411,15 @@ def fact(deep: dict[str, Any]) -> str:
         return f"{memory} MiB" + ("" if name == "plain" else f", with {count} operations")
 
     error = max(programs["`quantize_saved(8)`"]["error"] for programs in deep.values())
+    depths = " and ".join(title.split()[0] for title in deep)
     return (
-        f"The gradients of transformers of {' and '.join(deep)} layers take {taken('plain')} of temporary memory\n"
+        f"The gradients of transformers of {depths} layers take {taken('plain')} of temporary memory\n"
         "(XLA's figure, on CPU).\n"
-        f"`recompute_saved()` around the loss: **{taken('`recompute_saved()`')}, and the exact gradient**.\n"
-        f"`quantize_saved(8)` around it: **{taken('`quantize_saved(8)`')}**,\n"
-        f"and an error of the gradient of {error:.1g};\n"
+        f"`recompute_saved()` around the loss, with the exact gradient: **{taken('`recompute_saved()`')}**;\n"
+        f"{LIMITED}: **{taken(LIMITED)}**.\n"
+        f"`quantize_saved(8)`: {taken('`quantize_saved(8)`')} and an error of the gradient of {error:.1g}.\n"
         f"`jax.checkpoint` of each layer: {taken(CHECKPOINT)} ([all figures](#less-memory-for-saved-tensors)).\n"
     ).replace("%", " %")
-
-
-def bold_best(name: str, cells: list[str]) -> list[str]:
-    return [f"**{cell}**" for cell in (name, *cells)] if name == BEST else [name, *cells]
 
 
 def shown_error(row: dict[str, Any]) -> str:
@@ -432,14 +437,15 @@ def deep_table(programs: dict[str, Any]) -> str:
     for name, row in programs.items():
         memory, operations = f"{mib(row['temp_bytes']):.1f} MiB", f"{row['operations'] / 1e9:.1f} G"
         if row is plain:
-            rows.append([name, memory, operations, f"{mib(row['held_bytes']):.1f} MiB", "1", ""])
+            rows.append([name, memory, operations, "1", "1", f"{mib(row['held_bytes']):.1f} MiB", "1", ""])
             continue
         cells = [f"{memory} ({row['temp_bytes'] / plain['temp_bytes']:.2f})"]
-        cells += [f"{operations} ({more_operations(row, plain)})", f"{mib(row['held_bytes']):.1f} MiB"]
-        rows.append(bold_best(name, [*cells, f"{row['cpu_seconds'] / plain['cpu_seconds']:.1f}", shown_error(row)]))
-    return markdown(
-        ["", "temporary memory", "operations", "held", "CPU time to compile", "error of the gradient"], rows
-    )
+        cells += [f"{operations} ({more_operations(row, plain)})"]
+        cells += [f"{row[kind] / plain[kind]:.2f}" for kind in ("transcendentals", "accessed_bytes")]
+        cells += [f"{mib(row['held_bytes']):.1f} MiB"]
+        rows.append([name, *cells, f"{row['cpu_seconds'] / plain['cpu_seconds']:.1f}", shown_error(row)])
+    figures = ["temporary memory", "operations", "transcendental", "bytes accessed", "held", "CPU time to compile"]
+    return markdown(["", *figures, "error of the gradient"], rows)
 
 
 def deep_in_short(deep: dict[str, Any]) -> str:
@@ -451,8 +457,8 @@ def deep_in_short(deep: dict[str, Any]) -> str:
             row, plain = programs[name], programs["plain"]
             cells += [f"{mib(row['temp_bytes']):.0f} MiB", "" if name == "plain" else more_operations(row, plain)]
         largest = max((programs[name] for programs in deep.values()), key=lambda row: row["error"])
-        rows.append(bold_best(name, [*cells, "" if name == "plain" else shown_error(largest)]))
-    columns = [title for depth in deep for title in (f"{depth} layers", "operations")]
+        rows.append([name, *cells, "" if name == "plain" else shown_error(largest)])
+    columns = [title for each in deep for title in (each.removesuffix(" in a scan"), "operations")]
     return markdown(["", *columns, "error of the gradient"], rows)
 
 
