@@ -120,9 +120,9 @@ class Pair:
         self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether a hook runs on the host in compiled programs."""
-        return any(step.host for step in self.all_steps())
+    def moves_to_host(self) -> bool:
+        """Whether a step packs on the host, or into its memory. JAX cannot batch a cond with such branches."""
+        return any(step.host or step.is_last for step in self.all_steps())
 
     @property
     def needs_plan(self) -> bool:

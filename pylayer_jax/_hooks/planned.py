@@ -159,7 +159,7 @@ def _is_held(equation: Any, index: int) -> bool:
         maker = {v: e for e in jaxpr.eqns for v in e.outvars}
         v = jaxpr.outvars[index]
         # A shard_map returns a scalar residual as an array of one entry.
-        while v in maker and row_of(maker[v]).is_move and maker[v].invars:
+        while not is_literal(v) and v in maker and row_of(maker[v]).is_move and maker[v].invars:
             v = maker[v].invars[0]
         if not is_literal(v) and v in maker and _is_held(maker[v], maker[v].outvars.index(v)):
             return True
@@ -242,8 +242,8 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
         around = around._replace(times=around.times * params["length"])
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
         return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})
-    if name == "cond" and around.pair.is_on_host:
-        return e  # JAX cannot batch a cond with effects in its branches
+    if name == "cond" and around.pair.moves_to_host:
+        return e
     if name == "cond":
         branches = [_planned_body(branch, [True] * len(branch.invars), around, e) for branch in inner]
         return e.replace(params={**params, "branches": tuple(branches)})
@@ -502,7 +502,7 @@ class Plan:
                 if isinstance(mark, SavedByRule) and v in residuals:
                     fix(v, mark.is_exact)
         for e in self.derivative.forward.eqns:
-            for x in variables(e.invars) if row_of(e).is_compared else ():
+            for x in variables(e.invars) if row_of(e).needs_exact else ():
                 if x in residuals:
                     fix(x, True)
         if self.pair.only is not None and not self.pair.steps:  # the predicate of `recompute_saved`

@@ -220,7 +220,9 @@ class Row(NamedTuple):
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
     amplifies: bool = False  # a small error of an operand can become large: an operand that backward needs is packed
-    is_compared: bool = False  # the transpose of its derivative compares its operand, as for max pooling
+    # The transpose of its derivative compares an operand, as for max pooling, or solves with it: L and U of a matrix,
+    # which have very different sizes, share rows.
+    needs_exact: bool = False
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again
@@ -287,7 +289,8 @@ def _rows() -> dict[str, Row]:
         **row("and not or xor", of_integers),
         **row("eq ge gt le lt ne", of_integers, decides=True),
         **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
-        **row("reduce_window_max reduce_window_min select_and_gather_add", is_compared=True),
+        **row("reduce_window_max reduce_window_min select_and_gather_add", needs_exact=True),
+        **row("custom_linear_solve triangular_solve", needs_exact=True),
         **row("conv_general_dilated dot_general ragged_dot_general", is_product=True, **costs),
     }
 

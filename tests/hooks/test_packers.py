@@ -18,8 +18,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
-from tests.hooks.spy import TRANSFORMS, bytes_held, tanh_slope, tanh_sum, temporary_bytes, without_hooks
+from pylayer_jax.packers import cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
+from tests.hooks.spy import TRANSFORMS, bytes_held, in_block, tanh_slope, tanh_sum, temporary_bytes, without_hooks
 from tests.kit.case import grid, numpy_grid
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
@@ -514,3 +514,34 @@ def test_quantization_of_symbolic_shapes(shape, bits, lengths):
         expected = np.cos(x) * x[:1]
         expected[0] += np.sin(x).sum(axis=0)
         np.testing.assert_allclose(call(x), expected, atol=(0.06 if bits == 8 else 1.0) * length)
+
+
+FORMS = pytest.mark.parametrize("form", [lambda pair, f: pair(f), in_block], ids=["plan", "block"])
+
+
+@FORMS
+@pytest.mark.parametrize("pair", [recompute_saved(), save_on_cpu(), cast_saved(), quantize_saved(8)], ids=repr)
+def test_a_branch_that_returns_a_constant(form, pair):
+    branches = [lambda a: jnp.sin(a) @ W[:4, :4], lambda a: jnp.where(a > 0, a * a, jnp.cos(a)), lambda a: W[:4, :4]]
+
+    def loss(x):
+        return jnp.sum(jax.lax.switch(jnp.argmax(x[0]) % 3, branches, jnp.sin(x)) ** 2)
+
+    x = W[4:8, 4:8]
+    np.testing.assert_allclose(jax.grad(form(pair, loss))(x), jax.grad(loss)(x), atol=1e-3)
+    mapped = jax.vmap(jax.grad(form(pair, loss)))(jnp.stack([x, -x]))
+    np.testing.assert_allclose(mapped, jax.vmap(jax.grad(loss))(jnp.stack([x, -x])), atol=1e-3)
+
+
+@FORMS
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_the_factors_of_a_matrix_are_not_rounded(form, scale):
+    """L has entries up to 1 and U those of the matrix, in the same rows."""
+
+    def loss(a):
+        return jnp.sum((scale * jnp.linalg.solve(scale * jnp.tanh(a), jnp.ones(64))) ** 2)
+
+    a = jnp.sin(jnp.arange(64.0 * 64)).reshape(64, 64) / 8 + 2 * jnp.eye(64)
+    expected = jax.grad(loss)(a)
+    found = jax.grad(form(quantize_saved(8), loss))(a)
+    assert jnp.linalg.norm(found - expected) < 0.02 * jnp.linalg.norm(expected)
