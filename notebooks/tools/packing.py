@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from pylayer_jax import compare_programs
 from pylayer_jax._compare_programs import ComparedProgram, ProgramComparison
-from pylayer_jax.packers import cast_saved, products_and_decisions, quantize_saved, recompute_saved
+from pylayer_jax.packers import cast_saved, quantize_saved, recompute_saved
 
 from .draw_pictures import save
 
@@ -187,10 +187,6 @@ DEEP: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     CHECKPOINT: (jax.checkpoint, _same),
     "`cast_saved()`": (_same, cast_saved()),
     "`quantize_saved(8)`": (_same, quantize_saved(8)),
-    "`quantize_saved(8)`, and a checkpoint, `products_and_decisions`": (
-        checkpointed(products_and_decisions),
-        quantize_saved(8),
-    ),
 }
 
 
@@ -377,7 +373,7 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
     if newest["deep"]:
         loops, scanned = ({k: v for k, v in newest["deep"].items() if ("scan" in k) == x} for x in (False, True))
         result |= {"fact": fact(loops), "deep": deep_in_short(loops), "deep scans": deep_in_short(scanned)}
-        result |= {title: deep_table(programs) for title, programs in loops.items()}
+        result["12 layers"] = deep_table(loops["12 layers"])
     if newest["programs"]:
         kinds = "temp_bytes", "held_bytes"
         result["memory"] = of_programs(newest, ratios(*kinds), ["plain, MiB"], *kinds)
@@ -432,7 +428,7 @@ def more_operations(row: dict[str, Any], plain: dict[str, Any]) -> str:
 
 
 def deep_table(programs: dict[str, Any]) -> str:
-    """Return the table of the page for one depth."""
+    """Return the table of the page for one model."""
     plain, rows = programs["plain"], []
     for name, row in programs.items():
         memory, operations = f"{mib(row['temp_bytes']):.1f} MiB", f"{row['operations'] / 1e9:.1f} G"

@@ -194,7 +194,8 @@ class Graph:
                 dims = e.params["broadcast_dimensions"]
                 is_uniform = last not in dims or (dims[-1] == last and x in found)
             else:
-                is_uniform = bool(read and row_of(e).recomputed) and found.issuperset(read)
+                row = row_of(e)  # a transpose is none
+                is_uniform = bool(read and row.recomputed and not row.is_move) and found.issuperset(read)
             if is_uniform:
                 found.update(e.outvars)
         return found
