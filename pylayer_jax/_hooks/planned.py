@@ -26,6 +26,7 @@ from pylayer_jax._jax.jaxprs import (
     is_literal,
     is_users,
     jaxpr_and_consts,
+    jaxpr_of,
     line_of,
     opened,
     operations,
@@ -47,7 +48,6 @@ from pylayer_jax._jax.rule_function import (
 )
 from pylayer_jax._jax.traces import (
     NEEDS_VALUES,
-    DebugInfo,
     Literal,
     PassThroughTrace,
     Var,
@@ -73,7 +73,7 @@ from pylayer_jax._jax.types import (
     typeof,
     unchecked,
 )
-from pylayer_jax._trees import has_changed, split
+from pylayer_jax._trees import WeakTable, has_changed, split
 
 from .active import PLANNED, active, hooks_suspended, is_reported
 from .origins import Mark, Value, by_value, names_of_equations, origin_of_value, values_of, with_saver
@@ -85,6 +85,7 @@ from .saving import (
     SavedByRule,
     Saver,
     UsersRule,
+    behind_barrier,
     differentiated,
     gated,
     held,
@@ -97,7 +98,6 @@ from .saving import (
     transposed_code,
 )
 
-_DEBUG: Final = DebugInfo("pylayer_jax", "an equation of a plan", None, None)
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -106,8 +106,9 @@ _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
 
 
-def _simplified(jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
-    atom_of: dict[Any, Any] = dict(given)
+def _simplified(jaxpr: Any, given: Mapping[Any, Any] | None = None) -> tuple[Any, Marks]:
+    """Return a jaxpr without marks: a forward pass, or a backward pass that reads the `given` variables of another."""
+    atom_of: dict[Any, Any] = dict(given or {})
     marks: Marks = {}
     equations: list[Any] = []
 
@@ -118,7 +119,7 @@ def _simplified(jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
     for e in jaxpr.eqns:
         operands = read(e.invars)
         if (mark := mark_of(e)) is None:
-            key = _key_of(e, operands)
+            key = _key_of(e, operands) if given is None else None
             if key is not None and key in computed:
                 atom_of |= zip(e.outvars, computed[key], strict=True)
                 continue
@@ -213,23 +214,22 @@ class Surroundings(NamedTuple):
 def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool) -> Any:
     """Return a copy in which rules of users are marked and, if `has_bodies`, bodies are planned functions."""
     free = {v for v, x in zip(jaxpr.invars, outside, strict=True) if x is not False}
-    equations = [_prepared_equation(e, free, around, has_bodies) for e in jaxpr.eqns]
+    equations = [_prepared_equation(jaxpr, e, free, around, has_bodies) for e in jaxpr.eqns]
     return jaxpr.replace(eqns=equations)
 
 
-def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
+def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
     name, params = e.primitive.name, e.params
     is_free = [is_literal(x) or x in free for x in e.invars]
     if row_of(e).is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
-        inputs = variables(e.invars)
-        rule = UsersRule(name, Saver(), _of_one(e, inputs))
-        return e.replace(primitive=rule_function_p, params=rule_function_p.params_of(rule), invars=inputs)
+        rule = UsersRule(name, Saver(), jaxpr_of(jaxpr, [e]))
+        return e.replace(primitive=rule_function_p, params=rule_function_p.params_of(rule), invars=rule.jaxpr.invars)
     inner = inner_jaxprs(params)
     if name in JITTED:
         (code,) = inner
-        names = set(operations(code))
+        names = _primitives_in(code)
         has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
         if not has_rules and not (has_bodies and not names.isdisjoint(_BODIES)):
             return e
@@ -251,6 +251,16 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
     return e.replace(params={**params, "jaxpr": jaxpr_and_consts(_planned_body(body, is_free, around, e))[0]})
 
 
+_primitives = WeakTable()  # jaxpr -> the names of its primitives: a function of jax.numpy is one jaxpr in many calls
+
+
+def _primitives_in(jaxpr: Any) -> frozenset[str]:
+    if (found := _primitives.get(jaxpr)) is None:
+        found = frozenset(operations(jaxpr))
+        _primitives.put(jaxpr, found)
+    return found
+
+
 _BODIES: Final = ("scan", "cond", "shard_map")
 
 
@@ -260,14 +270,6 @@ def _jaxprs_of(params: dict[str, Any]) -> list[Any]:
 
 def _with_consts(jaxpr: Any, like: Any) -> Any:
     return like.replace(jaxpr=jaxpr) if hasattr(like, "jaxpr") and like.jaxpr is not like else jaxpr
-
-
-def _of_one(equation: Any, inputs: Sequence[Any]) -> Any:
-    """Return a jaxpr of one equation."""
-    jaxpr, _, _ = stage(lambda: ([], None), [], "an equation")
-    return jaxpr.replace(
-        invars=list(inputs), outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=_DEBUG
-    )
 
 
 def _planned_body(body: Any, outside: Sequence[bool], around: Surroundings, equation: Any) -> Any:
@@ -409,21 +411,15 @@ def _evaluate(
     is_checked = is_nan_reported()
     # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
     for group in [[e] for e in equations] if is_checked else [list(equations)]:
-        computed = {v: None for e in group for v in e.outvars}
-        inputs = [v for v in variables([x for e in group for x in e.invars]) if v not in computed]
-        effects = frozenset[Any]().union(*[e.effects for e in group])
-        jaxpr = derivative.forward.replace(
-            constvars=(), invars=inputs, outvars=list(computed), eqns=group, effects=effects, debug_info=_DEBUG
-        )
-        is_inner = is_checked and any(derivative.calls_of[v] for v in computed)
+        jaxpr = jaxpr_of(derivative.forward, group)
+        is_inner = is_checked and any(derivative.calls_of[v] for v in jaxpr.outvars)
+        run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
         try:
-            found = (unchecked(eval_jaxpr) if is_inner else eval_jaxpr)(
-                jaxpr, (), *map(read or values.__getitem__, inputs)
-            )
+            found = run(jaxpr, (), *map(read or values.__getitem__, jaxpr.invars))
         except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
             error.add_note(f"The operation {group[0].primitive.name} is at {line_of([group[0].source_info])}.")
             raise
-        values.update(zip(computed, found, strict=True))
+        values.update(zip(jaxpr.outvars, found, strict=True))
 
 
 class Plan:
@@ -629,13 +625,8 @@ class Plan:
         (x,) = as_arrays([value])
         with hooks_suspended():
             residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
-        arrays = leaves_of(residual)
-        if not any(map(is_staged, arrays)):
-            return value, residual
-        # Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
-        value, *bound = barrier([x, *arrays])
-        array_of = dict(zip(map(id, arrays), bound, strict=True))
-        return value, fold(residual, lambda a: array_of[id(a)])
+        (value,), (residual,) = behind_barrier([value], [residual])
+        return value, residual
 
 
 class _Origins:

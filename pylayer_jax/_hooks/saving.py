@@ -243,18 +243,26 @@ class Saver:
                 is_rounded = any(r != UNKNOWN for r in roundings_of(steps, array))
                 packed = pack_tensor(pair, () if self.is_exact and is_rounded else steps, array, where, origin)
                 residual_of[id(x)] = packed
-        packed = {key: x for key, x in residual_of.items() if isinstance(x, Expression)}
-        arrays = {id(a): a for x in packed.values() for a in leaves_of(x)}
-        if any(map(is_staged, arrays.values())):
-            # Without it, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
-            bound = barrier([*outputs, *arrays.values()])
-            outputs, array_of = bound[: len(outputs)], dict(zip(arrays, bound[len(outputs) :], strict=True))
-            residual_of |= {key: fold(x, lambda a: array_of[id(a)]) for key, x in packed.items()}
+        is_packed = {key for key, x in residual_of.items() if isinstance(x, Expression)}
+        outputs, bound = behind_barrier(outputs, list(residual_of.values()))
+        residual_of = dict(zip(residual_of, bound, strict=True))
         residuals = [residual_of[id(x)] for x in tensors]
         kept = {id(a): a for x in residuals for a in leaves_of(x)}
-        hidden = {id(x): x for x in tensors if id(x) in packed}
-        further = largest(hidden.values())
-        return PackedTensors(residuals, len(further)), [*kept.values(), *further], list(outputs)
+        further = largest({id(x): x for x in tensors if id(x) in is_packed}.values())
+        return PackedTensors(residuals, len(further)), [*kept.values(), *further], outputs
+
+
+def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return both, in staged code with packed arrays behind a barrier with the values."""
+    arrays = {id(a): a for x in residuals if isinstance(x, Expression) for a in leaves_of(x)}
+    if not any(map(is_staged, arrays.values())):
+        return list(values), list(residuals)
+    # Without it, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
+    bound = barrier([*as_arrays(values), *arrays.values()])
+    array_of = dict(zip(arrays, bound[len(values) :], strict=True))
+    return bound[: len(values)], [
+        fold(x, lambda a: array_of[id(a)]) if isinstance(x, Expression) else x for x in residuals
+    ]
 
 
 def largest(tensors: Collection[Any]) -> list[Any]:

@@ -203,16 +203,25 @@ def _evaluate(
     jaxpr: Any, equations: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any], name_of: Mapping[Any, str] = {}
 ) -> list[Any]:
     """Evaluate equations one by one. A `known` value takes precedence over the result of an equation."""
-    values, debug = dict(known), DebugInfo("pylayer_jax", "an equation of a jaxpr", None, None)
+    values = dict(known)
     for equation in equations:
-        inputs = variables(equation.invars)
-        single = jaxpr.replace(
-            invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
-        )
-        for variable, value in zip(equation.outvars, eval_jaxpr(single, (), *map(values.get, inputs)), strict=True):
+        single = jaxpr_of(jaxpr, [equation])
+        results = eval_jaxpr(single, (), *map(values.get, single.invars))
+        for variable, value in zip(equation.outvars, results, strict=True):
             name = name_of.get(variable)
             values.setdefault(variable, checkpoint_name(value, name) if name else value)
     return [v.val if is_literal(v) else values[v] for v in wanted]
+
+
+def jaxpr_of(like: Any, equations: Sequence[Any]) -> Any:
+    """Return a jaxpr of equations, in order, from the variables that they read to all their results."""
+    results = {v: None for e in equations for v in e.outvars}
+    inputs = [v for v in variables([x for e in equations for x in e.invars]) if v not in results]
+    effects = frozenset[Any]().union(*[e.effects for e in equations])
+    debug = DebugInfo("pylayer_jax", "equations of a jaxpr", None, None)
+    return like.replace(
+        constvars=(), invars=inputs, outvars=list(results), eqns=list(equations), effects=effects, debug_info=debug
+    )
 
 
 class Opened(NamedTuple):

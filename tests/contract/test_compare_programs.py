@@ -177,7 +177,7 @@ def test_a_peak_that_lies_elsewhere_is_told():
     programs = {"plain": of_logits, "8 bits": quantize_saved(8)(of_logits)}
     comparison = compare_programs(programs, W, jnp.concatenate([X] * 4), rounds=0)
     assert "elsewhere" in str(comparison)
-    assert "elsewhere" not in str(compare_programs({"plain": model, "8 bits": quantize_saved(8)(model)}, *MODEL))
+    assert "elsewhere" not in str(compare_programs({"plain": of_logits, "again": of_logits}, W, X, rounds=0))
 
 
 def test_a_row_is_shown_before_the_next_program_is_compiled(monkeypatch):
@@ -199,9 +199,9 @@ def test_the_row_of_the_smallest_error_that_fits(standard):
         assert chosen.peak_bytes <= limit
         assert chosen.error <= 1e-5 + min(row.error for row in standard.rows if row.peak_bytes <= limit)
     assert standard.within("1 GiB").name == "plain"  # as exact as recompute_saved(), with fewer operations
-    least = min(standard.rows, key=lambda row: row.peak_bytes)
-    with pytest.raises(ValueError, match=rf"{re.escape(least.name)}(?s:.*) more"):
+    with pytest.raises(ValueError, match="more") as caught:
         standard.within(1)
+    assert min(standard.rows, key=lambda row: row.peak_bytes).name in str(caught.value)  # also of the rows added
 
 
 def rows_of(*figures):
