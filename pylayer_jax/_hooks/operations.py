@@ -38,7 +38,7 @@ from pylayer_jax._trees import WeakTable
 from .active import OFF, PLANNED, Block, active, active_pair, hooks_suspended, innermost_block
 from .pack import Pair
 from .planned import Budget, Planned, Surroundings, staged
-from .primitives import JITTED, KEPT, ROWS, Row, is_number
+from .primitives import JITTED, ROWS, Row, is_number
 from .saving import Saver, UsersRule
 
 # -- one operation -----------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 
     @property
     def row(self) -> Row:
-        return ROWS.get(self.kind, KEPT)
+        return ROWS[self.kind]
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
         """Return whether the vjp keeps no array that hooks pack."""
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 def _is_view(name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> bool:
     if name in JITTED:
         return all(_is_view(e.primitive.name, e.params, e.outvars) for j in inner_jaxprs(params) for e in j.eqns)
-    return ROWS.get(name, KEPT).is_view or (bool(results) and not any(has_tangent(v.aval) for v in results))
+    return ROWS[name].is_view or (bool(results) and not any(has_tangent(v.aval) for v in results))
 
 
 def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:

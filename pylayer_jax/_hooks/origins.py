@@ -249,7 +249,7 @@ def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], 
 def _operation_results(equations: Equations, operands: list[Value], name: str) -> list[Value]:
     outvars = equations[-1].outvars
     if not any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations):
-        is_view = (row := ROWS.get(name)) is not None and row.is_view and operands and operands[0].kind != "constant"
+        is_view = ROWS[name].is_view and operands and operands[0].kind != "constant"
         viewed = operands[0] if is_view else None
         return [Value(v.aval, "operation", name, equations, viewed=viewed) for v in outvars]
     # An equation of a pack hook may also read constants and the index of the device.

@@ -25,7 +25,6 @@ from pylayer_jax._jax.types import has_tangent
 from .pack import Pair, Step
 from .primitives import (
     EXACT,
-    KEPT,
     OTHER,
     ROWS,
     SAME,
@@ -33,9 +32,8 @@ from .primitives import (
     UNKNOWN,
     Error,
     Operand,
-    PrimitiveFunction,
     Rounding,
-    Row,
+    is_steep,
 )
 
 SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
@@ -149,6 +147,7 @@ class Graph:
     ) -> None:
         self.jaxpr, self.pair = jaxpr, pair
         self.residuals = residuals  # distinct variables
+        self._read = {id(e): variables(e.invars) for e in jaxpr.eqns}
         self.position = {v: i for i, v in enumerate([v for e in jaxpr.eqns for v in e.outvars])}
         self.maker: dict[Any, Any] = {v: e for e in jaxpr.eqns for v in e.outvars}
         self.operations_of = operations_of  # residual -> the operations whose derivatives read it
@@ -161,15 +160,15 @@ class Graph:
         casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
         self.numbers = {e.outvars[0]: e.invars[0].val for e in casts}
         # An error of these may become large: backward reads none of them with an error of others.
-        self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in variables(e.invars)}
+        self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in self._read[id(e)]}
 
     def _free(self, outside: Collection[Any]) -> set[Any]:
         """Return what backward has without keeping it: inputs from outside, and their views."""
         free, self.views = set(outside), set[Any]()
         for e in self.jaxpr.eqns:
-            read = variables(e.invars)
+            read = self._read[id(e)]
             of_floats = [x for x in read if has_tangent(x.aval)] or read
-            if row_of(e).is_view and read and all(x in free or x in self.views for x in of_floats):
+            if ROWS[e.primitive.name].is_view and read and all(x in free or x in self.views for x in of_floats):
                 # The block may have computed the start indices of a slice.
                 (free if all(x in free for x in read) else self.views).update(e.outvars)
         return free
@@ -179,7 +178,7 @@ class Graph:
         """Return what follows from keys and integers alone, as random bits and masks do: it can be repeated exactly."""
         found = {v for v in self.jaxpr.invars if not has_tangent(v.aval)}
         for e in self.jaxpr.eqns:
-            if found.issuperset(variables(e.invars)):
+            if found.issuperset(self._read[id(e)]):
                 found.update(e.outvars)
         return found
 
@@ -188,13 +187,13 @@ class Graph:
         """Return the arrays whose values are the same along the last axis."""
         found = {v for v in (*self.jaxpr.invars, *self.position) if v.aval.shape[-1:] == (1,)}
         for e in self.jaxpr.eqns:
-            read = variables(e.invars)
+            read = self._read[id(e)]
             if e.primitive.name == "broadcast_in_dim" and read:
                 (x,), last = read, len(e.outvars[0].aval.shape) - 1
                 dims = e.params["broadcast_dimensions"]
                 is_uniform = last not in dims or (dims[-1] == last and x in found)
             else:
-                row = row_of(e)  # a transpose is none
+                row = ROWS[e.primitive.name]  # a transpose is none
                 is_uniform = bool(read and row.recomputed and not row.is_move) and found.issuperset(read)
             if is_uniform:
                 found.update(e.outvars)
@@ -205,9 +204,9 @@ class Graph:
         """Return the size of the largest variable that elementwise operations make of each variable."""
         reach: dict[Any, float] = {}
         for e in reversed(self.jaxpr.eqns):
-            if row_of(e).recomputed:
+            if ROWS[e.primitive.name].recomputed:
                 size = max([n_bytes(v.aval) for v in e.outvars] + [reach.get(v, 0) for v in e.outvars])
-                reach.update({x: max(size, reach.get(x, 0)) for x in variables(e.invars)})
+                reach.update({x: max(size, reach.get(x, 0)) for x in self._read[id(e)]})
         return reach
 
     def keeping(self, v: Any) -> Keeping:
@@ -228,7 +227,7 @@ class Graph:
             return False
         if v in self.free or v in self.views:
             return True
-        row = row_of(e)
+        row = ROWS[e.primitive.name]
         if is_costly and self._may_repeat(e, v):
             return True
         if len(e.outvars) > 1:
@@ -239,7 +238,7 @@ class Graph:
 
     def _may_repeat(self, e: Any, v: Any) -> bool:
         """Return whether backward may repeat a costly equation, to meet a limit."""
-        row = row_of(e)
+        row = ROWS[e.primitive.name]
         return (row.costs or (row.decides and v in self.from_keys)) and not e.effects
 
     # -- choice ------------------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ class Graph:
             # Of equal equations the later ones cost more, so that a limit takes them one by one.
             cost = cost_of(e) * (1 + _STEP * self.position[v] / len(self.position))
             edges.append((node + 1, sink, 1 + int(_UNIT * cost)))
-            operands = variables(e.invars)
+            operands = self._read[id(e)]
             to_visit += operands
             operands_of += [(node + 1, x) for x in operands]
         edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
@@ -299,7 +298,7 @@ class Graph:
             for v in e.outvars:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
-                    needed.update(variables(e.invars))
+                    needed.update(self._read[id(e)])
         operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in kept}
         while True:
             made, failed = self._judged(order[::-1], operations, is_costly)
@@ -337,16 +336,15 @@ class Graph:
     def _made(self, v: Any, e: Any, operands: Sequence[Made]) -> Made:
         inexact = [x for x in operands if x.roundings]
         shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
-        steep = frozenset[Any]().union(*[x.steep for x in operands])
-        function = PrimitiveFunction(e.primitive, e.params, v.aval)
-        if inexact and e.primitive.name in ("mul", "div") and function.is_steep(self._operands(e, operands)):
+        steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
+        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
             steep |= {v}
         return Made(
             frozenset[Any]().union(*[x.rounded for x in operands]),
             frozenset[Rounding]().union(*[x.roundings for x in operands]),
             shared | self.operations_of.get(v, frozenset()),
             steep,
-            e.primitive.name,
+            name,
         )
 
     def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool = False) -> list[Operand]:
@@ -372,18 +370,17 @@ class Graph:
         """Return None if backward may compute `v` with these errors, else the variables to keep or make otherwise."""
         if v in self.residuals and not self._is_fine_enough(v, result):
             return {v}
-        function = PrimitiveFunction(e.primitive, e.params, v.aval)
-        recomputed = row_of(e).recomputed
+        recomputed = ROWS[e.primitive.name].recomputed
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
         if None in conditions:
             return {v}
         judged = self._operands(e, operands)
-        if all(c(function, judged) for c in conditions if c):
+        if all(c(e, judged) for c in conditions if c):
             return None
         # Without the large factor before it, this one would do: keep the value behind the factor.
         judged = self._operands(e, operands, ignores_steep=True)
-        if all(c(function, judged) for c in conditions if c):
+        if all(c(e, judged) for c in conditions if c):
             return set(result.steep) - {v} or {v}
         return {v}
 
@@ -394,24 +391,21 @@ class Graph:
         if UNKNOWN in result.roundings and UNKNOWN not in own:
             return False
         known = [r for r in result.roundings if r != UNKNOWN]
-        return max(known, default=EXACT) <= max([*[r for r in own if r != UNKNOWN], own_rounding(v.aval)])
+        return max(known, default=EXACT) <= max([*[r for r in own if r != UNKNOWN], own_rounding(v.aval.dtype)])
 
 
 # -- facts about equations -----------------------------------------------------------------------------------
 
 
-def row_of(e: Any) -> Row:
-    return ROWS.get(e.primitive.name, KEPT)
-
-
 def _amplifies(e: Any) -> bool:
-    return row_of(e).amplifies or (e.primitive.name not in ROWS and e.primitive.multiple_results)
+    return ROWS[e.primitive.name].amplifies or (e.primitive.name not in ROWS and e.primitive.multiple_results)
 
 
-def own_rounding(aval: Any) -> Rounding:
+@functools.cache
+def own_rounding(dtype: Any) -> Rounding:
     """Return the error that a value has as a number of its dtype."""
-    is_float = jnp.issubdtype(aval.dtype, jnp.inexact)
-    return Rounding(Error.RELATIVE, float(jnp.finfo(aval.dtype).eps) / 2) if is_float else EXACT
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
 
 
 _TRANSCENDENTAL: Final = frozenset(

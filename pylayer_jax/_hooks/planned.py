@@ -78,7 +78,7 @@ from pylayer_jax._trees import WeakTable, has_changed, split
 from .active import PLANNED, active, hooks_suspended, is_reported
 from .origins import Mark, Value, by_value, names_of_equations, origin_of_value, values_of, with_saver
 from .pack import Origin, Pair, is_selected, pack_tensor, roundings_of, steps_for
-from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes, row_of
+from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import JITTED, ROWS, UNKNOWN, fold, leaves_of
 from .saving import (
     Held,
@@ -118,8 +118,9 @@ def _simplified(jaxpr: Any, given: Mapping[Any, Any] | None = None) -> tuple[Any
     computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
     for e in jaxpr.eqns:
         operands = read(e.invars)
-        if (mark := mark_of(e)) is None:
-            key = _key_of(e, operands) if given is None else None
+        mark = mark_of(e) if e.primitive is rule_function_p else None
+        if mark is None:
+            key = _key_of(e, operands)
             if key is not None and key in computed:
                 atom_of |= zip(e.outvars, computed[key], strict=True)
                 continue
@@ -160,7 +161,7 @@ def _is_held(equation: Any, index: int) -> bool:
         maker = {v: e for e in jaxpr.eqns for v in e.outvars}
         v = jaxpr.outvars[index]
         # A shard_map returns a scalar residual as an array of one entry.
-        while not is_literal(v) and v in maker and row_of(maker[v]).is_move and maker[v].invars:
+        while not is_literal(v) and v in maker and ROWS[maker[v].primitive.name].is_move and maker[v].invars:
             v = maker[v].invars[0]
         if not is_literal(v) and v in maker and _is_held(maker[v], maker[v].outvars.index(v)):
             return True
@@ -221,7 +222,7 @@ def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, h
 def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
     name, params = e.primitive.name, e.params
     is_free = [is_literal(x) or x in free for x in e.invars]
-    if row_of(e).is_view and all(is_free):
+    if ROWS[e.primitive.name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
         rule = UsersRule(name, Saver(), jaxpr_of(jaxpr, [e]))
@@ -445,12 +446,10 @@ class Plan:
             for x in residuals.intersection(variables(atoms)):
                 readers.setdefault(x, set()).add(operation)
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
-        self.held = {
-            v
-            for e in forward.eqns
-            for i, v in enumerate(e.outvars)
-            if any(isinstance(mark, Held) for mark, _ in derivative.marks.get(v, ())) or _is_held(e, i)
-        }
+        self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
+        self.held &= self.maker.keys()
+        bodies = [e for e in forward.eqns if e.primitive.name in _BODIES]
+        self.held |= {v for e in bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
         places = [*[None] * len(derivative.consts), *outside]
         is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
         is_left = lambda v: not (has_tangent(v.aval) or pair.packs_arguments)  # noqa: E731
@@ -485,7 +484,7 @@ class Plan:
         found: dict[Any, Keeping] = {}
 
         def fix(v: Any, is_exact: bool) -> None:
-            while (e := self.maker.get(v)) is not None and row_of(e).is_move and not self.pair.is_named(e):
+            while (e := self.maker.get(v)) is not None and ROWS[e.primitive.name].is_move and not self.pair.is_named(e):
                 if not e.invars or is_literal(e.invars[0]):
                     return
                 v = e.invars[0]
@@ -498,7 +497,7 @@ class Plan:
                 if isinstance(mark, SavedByRule) and v in residuals:
                     fix(v, mark.is_exact)
         for e in self.derivative.forward.eqns:
-            for x in variables(e.invars) if row_of(e).needs_exact else ():
+            for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
         if self.pair.only is not None and not self.pair.steps:  # the predicate of `recompute_saved`
@@ -706,7 +705,7 @@ class _BackwardRun:
         _evaluate(plan.derivative, order, found, lambda v: found[v] if v in found else self._read(v))
         for e in order:
             read = variables(e.invars)
-            is_passing = row_of(e).is_view or plan.small.issuperset(e.outvars)
+            is_passing = ROWS[e.primitive.name].is_view or plan.small.issuperset(e.outvars)
             is_view = is_passing and bool(read) and all(v in self._views for v in read)
             (self._views if is_view else self._values).update({v: found[v] for v in e.outvars})
 

@@ -13,6 +13,7 @@ random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -89,25 +90,6 @@ def leaves_of(x: Any) -> list[Any]:
     return [x for x in visited.values() if not isinstance(x, Expression)]
 
 
-class PrimitiveFunction(NamedTuple):
-    """An operation of the forward pass that backward may repeat."""
-
-    primitive: Any
-    params: dict[str, Any]
-    aval: Any  # of the result
-
-    def is_steep(self, operands: Sequence[Operand]) -> bool:
-        """Return whether a `mul` or `div` has an exact array as a factor, or enlarges by a number more than 2."""
-        name = self.primitive.name
-        factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact and not x.is_uniform]
-        if not factors:
-            return False
-        if not all(map(is_number, factors)):
-            return True
-        sizes = [np.abs(np.asarray(x)) for x in factors]
-        return bool(max(sizes) > 2 if name == "mul" else not min(sizes) >= 0.5)  # True for NaN
-
-
 # How far a value is from kept tensors, whose errors it has.
 SAME: Final = 0  # it is computed from tensors that the same operation keeps, without a large factor
 OTHER: Final = 1  # from tensors that another operation keeps, without a large factor
@@ -115,7 +97,7 @@ STEEP: Final = 2  # an error may be enlarged, or nothing is known yet
 
 
 class Operand(NamedTuple):
-    """What is known about an operand of a `PrimitiveFunction` that backward may call."""
+    """What is known about an operand of an equation that backward may repeat."""
 
     value: Any  # a variable, or a number
     rounded: frozenset[int]  # the kept tensors with an error from which it is computed
@@ -137,78 +119,95 @@ class Operand(NamedTuple):
         return not self.is_exact and self.aval.shape[-1:] not in ((), (1,))
 
 
-Condition = Callable[[PrimitiveFunction, Sequence[Operand]], bool]
+def is_steep(name: str, operands: Sequence[Operand]) -> bool:
+    """Return whether a `mul` or `div` has an exact array as a factor, or enlarges by a number more than 2."""
+    factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact and not x.is_uniform]
+    if not factors:
+        return False
+    if not all(map(is_number, factors)):
+        return True
+    sizes = [np.abs(np.asarray(x)) for x in factors]
+    return bool(max(sizes) > 2 if name == "mul" else not min(sizes) >= 0.5)  # True for NaN
 
 
-def _always(_: PrimitiveFunction, __: Sequence[Operand]) -> bool:
+# Takes an equation with one result.
+Condition = Callable[[Any, Sequence[Operand]], bool]
+
+
+def _always(_: Any, __: Sequence[Operand]) -> bool:
     return True
 
 
-def _of_integers(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
-    return _is_integer(function.aval) and all(_is_integer(x.aval) for x in operands)
+def _of_integers(equation: Any, operands: Sequence[Operand]) -> bool:
+    return _is_integer(equation.outvars[0].aval) and all(_is_integer(x.aval) for x in operands)
 
 
 def _is_integer(aval: Any) -> bool:
-    return aval.dtype == np.bool_ or jnp.issubdtype(aval.dtype, jnp.integer)
+    return _is_integer_dtype(aval.dtype)
 
 
-def _widens(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+@functools.cache
+def _is_integer_dtype(dtype: Any) -> bool:
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _widens(equation: Any, operands: Sequence[Operand]) -> bool:
     (x,) = operands
-    return _is_integer(x.aval) or np.can_cast(x.aval.dtype, function.params["new_dtype"])
+    return _is_integer(x.aval) or np.can_cast(x.aval.dtype, equation.params["new_dtype"])
 
 
-def _to_float(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
-    return jnp.issubdtype(function.params["new_dtype"], jnp.inexact) or _of_integers(function, operands)
+def _to_float(equation: Any, operands: Sequence[Operand]) -> bool:
+    return jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) or _of_integers(equation, operands)
 
 
-def _keeps_rows(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _keeps_rows(equation: Any, operands: Sequence[Operand]) -> bool:
     # From [8] to [8, 1], one row, whose error depends on all values, becomes eight rows of one value.
     ends = [x.aval.shape[-1:] for x in operands]
-    return function.aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
+    return equation.outvars[0].aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
-def _moves_range_once(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _moves_range_once(_: Any, operands: Sequence[Operand]) -> bool:
     return sum([x.moves_range for x in operands]) <= 1
 
 
-def _by_exact(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _by_exact(_: Any, operands: Sequence[Operand]) -> bool:
     return not operands[1].moves_range
 
 
-def _within(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _within(_: Any, operands: Sequence[Operand]) -> bool:
     return all(x.is_exact or x.distance == SAME for x in operands)
 
 
-def _near(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _near(_: Any, operands: Sequence[Operand]) -> bool:
     return all(x.is_exact or x.distance < STEEP for x in operands)
 
 
-def _of_formula(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _of_formula(equation: Any, operands: Sequence[Operand]) -> bool:
     # A formula of kept tensors, as in a gelu, but not such a tensor itself.
-    return _within(function, operands) or (_near(function, operands) and operands[0].by in ("add", "mul", "sub"))
+    return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
 
 
-def _of_tanh(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _of_tanh(_: Any, operands: Sequence[Operand]) -> bool:
     return operands[0].by == "tanh"
 
 
-def _of_one(_: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
+def _of_one(_: Any, operands: Sequence[Operand]) -> bool:
     # All operands follow from the same tensors, or are numbers: x + x³ and 1 + x, but not x - mean.
     return len({x.rounded for x in operands if x.rounded}) == 1 and all(
         x.rounded or is_number(x.value) for x in operands
     )
 
 
-def _near_one(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
-    return _near(function, operands) and _of_one(function, operands)
+def _near_one(equation: Any, operands: Sequence[Operand]) -> bool:
+    return _near(equation, operands) and _of_one(equation, operands)
 
 
 def _either(*conditions: Condition) -> Condition:
-    return lambda function, operands: any(condition(function, operands) for condition in conditions)
+    return lambda equation, operands: any(condition(equation, operands) for condition in conditions)
 
 
-def _square_or_within(function: PrimitiveFunction, operands: Sequence[Operand]) -> bool:
-    return function.params["y"] == 2 or (function.params["y"] > 0 and _within(function, operands))
+def _square_or_within(equation: Any, operands: Sequence[Operand]) -> bool:
+    return equation.params["y"] == 2 or (equation.params["y"] > 0 and _within(equation, operands))
 
 
 class Row(NamedTuple):
@@ -295,7 +294,12 @@ def _rows() -> dict[str, Row]:
     }
 
 
-ROWS: Final = _rows()
+class _Rows(dict[str, Row]):
+    def __missing__(self, name: str) -> Row:
+        return KEPT
+
+
+ROWS: Final = _Rows(_rows())
 
 
 def is_number(value: Any) -> bool:
