@@ -52,11 +52,7 @@ def pytest_configure(config):
 
 
 # Tests of promises that the library does not keep yet, by reason. Remove the line of a test that passes.
-KNOWN_GAPS = {
-    "a block around an implicit derivative of a fixed point is refused": [
-        "integrations/test_solvers.py::test_implicit_gradients[spy-fixed-point]",
-    ],
-}
+KNOWN_GAPS: dict[str, list[str]] = {}
 
 
 # Here, of a test with ten cases or more, each fourth is in the core, and the others run with `every_pair`.

@@ -23,7 +23,6 @@ from pylayer_jax._jax.jaxprs import (
     as_parameter,
     has_equation,
     inner_jaxprs,
-    is_literal,
     is_users,
     jaxpr_and_consts,
     jaxpr_of,
@@ -82,12 +81,12 @@ from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import JITTED, ROWS, UNKNOWN, fold, leaves_of
 from .saving import (
     Held,
+    Passage,
     SavedByRule,
     Saver,
     UsersRule,
     behind_barrier,
     differentiated,
-    gated,
     held,
     keeps_residuals,
     largest,
@@ -129,7 +128,7 @@ def _simplified(jaxpr: Any, given: Mapping[Any, Any] | None = None) -> tuple[Any
             continue
         atom_of |= zip(e.outvars, operands, strict=True)
         for i, x in enumerate(operands):
-            if not is_literal(x):
+            if not isinstance(x, Literal):
                 marks.setdefault(x, []).append((mark, i))
     return jaxpr.replace(eqns=equations, outvars=read(jaxpr.outvars)), marks
 
@@ -161,9 +160,9 @@ def _is_held(equation: Any, index: int) -> bool:
         maker = {v: e for e in jaxpr.eqns for v in e.outvars}
         v = jaxpr.outvars[index]
         # A shard_map returns a scalar residual as an array of one entry.
-        while not is_literal(v) and v in maker and ROWS[maker[v].primitive.name].is_move and maker[v].invars:
+        while not isinstance(v, Literal) and v in maker and ROWS[maker[v].primitive.name].is_move and maker[v].invars:
             v = maker[v].invars[0]
-        if not is_literal(v) and v in maker and _is_held(maker[v], maker[v].outvars.index(v)):
+        if not isinstance(v, Literal) and v in maker and _is_held(maker[v], maker[v].outvars.index(v)):
             return True
     return False
 
@@ -221,7 +220,7 @@ def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, h
 
 def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
     name, params = e.primitive.name, e.params
-    is_free = [is_literal(x) or x in free for x in e.invars]
+    is_free = [isinstance(x, Literal) or x in free for x in e.invars]
     if ROWS[e.primitive.name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
@@ -297,6 +296,7 @@ class Pass(NamedTuple):
     """A backward pass, B, for the values that have a cotangent."""
 
     jaxpr: Any  # cotangents -> cotangents of the differentiated operands; it reads variables of the forward pass
+    reached: Sequence[bool]  # for each of these operands: whether it has a cotangent
     consts: Mapping[Any, Any]  # concrete arrays that rules of users close over, by variable
     dependent: set[Any]  # the variables that depend on cotangents
     live: Sequence[Any]  # equations
@@ -314,6 +314,7 @@ class Derivative:
     operation_of: dict[Any, Any]  # the same -> a key of the operation that the equation belongs to
     marks: Marks
     value_types: Sequence[Any]
+    nonzero: Sequence[bool]  # for each value: whether it has a tangent
     consts: Sequence[Any]  # concrete arrays that rules of users close over: the first operands of forward
     pull: Callable[..., Values]  # (residuals, cotangents of the values that have a tangent, each may be None) -> ...
     passes: dict[Any, Pass] = dataclasses.field(default_factory=dict)
@@ -328,7 +329,7 @@ class Derivative:
 
     @property
     def cotangent_types(self) -> list[Any]:
-        return [tangent_type(t) for t in self.value_types if has_tangent(t)]
+        return [tangent_type(t) for t in select(self.value_types, self.nonzero)]
 
     def note(self, code: Any) -> None:
         """Record the calls and operations of the equations of an opened jaxpr."""
@@ -343,17 +344,35 @@ class Derivative:
             self.passes[key] = self._staged_backward(used)
         return self.passes[key]
 
+    def readers(self) -> dict[Any, set[Any]]:
+        """Return the residuals that backward reads, each with the operations whose derivatives read it."""
+        residuals = variables(self.residuals)
+        try:
+            backward = self.backward([True] * len(self.cotangent_types))
+        except Exception:
+            # An output may have no derivative, or none for these cotangents. Backward raises this error if it runs.
+            # tests: integrations/test_solvers.py::test_implicit_gradients
+            return {x: set() for x in residuals}
+        found: dict[Any, set[Any]] = {}
+        read = [(e.invars, self.operation_of[e.outvars[0]]) for e in backward.live if e.outvars]
+        for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
+            for x in set(variables(atoms)).intersection(residuals):
+                found.setdefault(x, set()).add(operation)
+        return found
+
     def _staged_backward(self, used: Sequence[bool]) -> Pass:
         __tracebackhide__ = True
         n = len(self.residuals)
 
-        def run(*args: Any) -> tuple[Values, None]:
+        def run(*args: Any) -> tuple[Values, list[bool]]:
             __tracebackhide__ = True
-            return self.pull(args[:n], scatter(args[n:], used)), None
+            found = self.pull(args[:n], scatter(args[n:], used))
+            reached = [x is not None for x in found]
+            return select(found, reached), reached
 
         with active(PLANNED):
             types = [*[v.aval for v in self.residuals], *select(self.cotangent_types, used)]
-            code, consts, _ = stage(run, types, "backward")
+            code, consts, reached = stage(run, types, "backward")
         found = opened(code)
         self.note(found)
         own, inputs = found.jaxpr.invars[: len(consts)], found.jaxpr.invars[len(consts) :]
@@ -367,29 +386,29 @@ class Derivative:
         equations = [e for e in live if e.effects or not dependent.isdisjoint(e.outvars)]
         known = [set(variables(e.invars)) - dependent for e in equations]
         maker = {v: e for e in live for v in e.outvars}
-        return Pass(jaxpr, dict(zip(own, consts, strict=True)), dependent, live, equations, known, maker)
+        return Pass(jaxpr, reached, dict(zip(own, consts, strict=True)), dependent, live, equations, known, maker)
 
 
 def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> Derivative:
     __tracebackhide__ = True
-    gate, run = gated(run)
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
         __tracebackhide__ = True
-        values, pullback = jax.vjp(lambda *given: run(*merge(nonzero, given, args)), *select(args, nonzero))
+        passage = Passage(lambda *given: run(*merge(nonzero, given, args)))
+        values, pullback = jax.vjp(passage, *select(args, nonzero))
         leaves, treedef = jax.tree_util.tree_flatten(pullback)
-        return [*values, *as_arrays(leaves)], (treedef, list(map(typeof, values)))
+        return [*values, *as_arrays(leaves)], (passage, treedef, list(map(typeof, values)))
 
     with active(PLANNED):
-        jaxpr, consts, (treedef, value_types) = stage(forward, types, name)
+        jaxpr, consts, (passage, treedef, value_types) = stage(forward, types, name)
 
     def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        return pulled(jax.tree_util.tree_unflatten(treedef, residuals), gate, cotangents, value_types, name)
+        return pulled(jax.tree_util.tree_unflatten(treedef, residuals), passage, cotangents, value_types, name)
 
     code = opened(jaxpr)
     unmarked, marks = _simplified(code.jaxpr)
-    derivative = Derivative(unmarked, {}, {}, marks, value_types, consts, pull)
+    derivative = Derivative(unmarked, {}, {}, marks, value_types, passage.nonzero, consts, pull)
     derivative.note(code)
     return derivative
 
@@ -438,13 +457,7 @@ class Plan:
         """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
         __tracebackhide__ = True
         self.derivative, self.pair, self.name, self.origins = derivative, pair, name, origins
-        forward, backward = derivative.forward, derivative.backward([True] * len(derivative.cotangent_types))
-        residuals = set(variables(derivative.residuals))
-        readers: dict[Any, set[Any]] = {}  # residual -> the operations whose derivatives read it
-        read = [(e.invars, derivative.operation_of[e.outvars[0]]) for e in backward.live if e.outvars]
-        for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
-            for x in residuals.intersection(variables(atoms)):
-                readers.setdefault(x, set()).add(operation)
+        forward, readers = derivative.forward, derivative.readers()
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         self.held &= self.maker.keys()
@@ -485,7 +498,7 @@ class Plan:
 
         def fix(v: Any, is_exact: bool) -> None:
             while (e := self.maker.get(v)) is not None and ROWS[e.primitive.name].is_move and not self.pair.is_named(e):
-                if not e.invars or is_literal(e.invars[0]):
+                if not e.invars or isinstance(e.invars[0], Literal):
                     return
                 v = e.invars[0]
             if v not in free:
@@ -589,7 +602,7 @@ class Plan:
             pack(e.outvars)
         _evaluate(self.derivative, equations, values)
         residual_of |= {v: values[v] for v in self.kept if v not in packed}
-        outputs = [v.val if is_literal(v) else values[v] for v in jaxpr.outvars[:n]]
+        outputs = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars[:n]]
         further = self._further_residuals(values)
         is_program = any(map(is_staged, residual_of.values())) or any(map(is_staged, primals))
         self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
@@ -675,7 +688,7 @@ class _BackwardRun:
         _evaluate(derivative, equations, self._values, self._read)
         outputs = self._pass.jaxpr.outvars
         self._prepare([v for v in variables(outputs) if v not in self._pass.dependent])
-        return [v.val if is_literal(v) else self._read(v) for v in outputs]
+        return scatter([v.val if isinstance(v, Literal) else self._read(v) for v in outputs], self._pass.reached)
 
     def _read(self, v: Any) -> Any:
         return self._views[v] if v in self._views else self._values[v]
@@ -852,7 +865,7 @@ class Planned(RuleFunction):
             )
             arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]
         found = apply_linear(linear, arrays, given)
-        return values, scatter(found, [has_tangent(typeof(v)) for v in values])
+        return values, scatter(found, plan.derivative.nonzero)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------

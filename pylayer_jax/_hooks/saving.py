@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,6 @@ from pylayer_jax._jax.types import (
     is_ref,
     tangent_type,
     typeof,
-    zeros_of,
 )
 
 from .active import PLANNED, SUSPENDED, active, hooks_suspended
@@ -298,16 +297,16 @@ class UsersRule(RuleFunction):
         given = select(tangents, nonzero)
         if not keeps_residuals(given):
             return differentiated(self, primals, tangents)
-        gate, run = gated(lambda *args: self.run(*merge(nonzero, args, primals)))
+        passage = Passage(lambda *args: self.run(*merge(nonzero, args, primals)))
         with set_current_trace(without_pass_through(trace_of_primals(primals))):
             with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
-                values, pullback = jax.vjp(run, *select(primals, nonzero))
+                values, pullback = jax.vjp(passage, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
         owner = f"the operation {self.name}, residual"
         packed, arrays, values = self._saver.save(owner, (), primals, as_arrays(leaves), values)
         types = [typeof(v) for v in values]
-        found = apply_linear(_RulePullback(self.name, packed, treedef, gate, len(arrays), types), arrays, given)
-        return values, scatter(found, [has_tangent(t) for t in types])
+        found = apply_linear(_RulePullback(self.name, packed, treedef, passage, len(arrays), types), arrays, given)
+        return values, scatter(found, passage.nonzero)
 
 
 class _RulePullback(LinearMap):
@@ -316,13 +315,13 @@ class _RulePullback(LinearMap):
         name: str,
         packed: PackedTensors | None,
         treedef: Any,
-        gate: Any,
+        passage: Passage,
         n_residuals: int,
         value_types: Sequence[Any],
     ) -> None:
         self.name, self.n_residuals, self._packed = name, n_residuals, packed
-        self._treedef, self._gate, self._value_types = treedef, gate, value_types
-        self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
+        self._treedef, self._passage, self._value_types = treedef, passage, value_types
+        self.types = [tangent_type(t) for t in select(value_types, passage.nonzero)]
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -331,7 +330,7 @@ class _RulePullback(LinearMap):
                 unpacked = self._packed.unpack(residuals, cotangents)
                 residuals, cotangents = unpacked.all(), unpacked.cotangents
             pullback = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
-            return pulled(pullback, self._gate, cotangents, self._value_types, self.name)
+            return pulled(pullback, self._passage, cotangents, self._value_types, self.name)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         return transposed(self, residuals, tangents)
@@ -346,80 +345,96 @@ def differentiated(function: RuleFunction, primals: Sequence[Any], tangents: Seq
     return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
 
 
-# The gate of the function that is differentiated, and the positions of its values that have no cotangent.
-_unused: Final[contextvars.ContextVar[tuple[Any, frozenset[int]]]] = contextvars.ContextVar(
-    "unused", default=(None, frozenset())
-)
+class Passage:
+    """What is known of a function that `jax.vjp` differentiates between two gates."""
+
+    def __init__(self, run: Callable[..., Values]) -> None:
+        self._run: Any = run
+        self.nonzero: list[bool] = []  # for each value: whether it has a tangent
+
+    def __call__(self, *args: Any) -> Values:
+        __tracebackhide__ = True
+        run, self._run = self._run, None  # it holds tracers
+        values = run(*apply(_Gate([typeof(x) for x in args], self, True), args))
+        self.nonzero = [False] * len(values)
+        return apply(_Gate([typeof(x) for x in values], self, False), values)
 
 
-class Gate(Identity):
-    """Stands behind the values of a function, and keeps those without a cotangent out of its backward pass.
+class _Pull(NamedTuple):
+    """One call of a vjp function: which of the values with a tangent have no cotangent, and which arguments get one."""
 
-    A vjp function of JAX takes an array of zeros for each of them, and zero times infinity is NaN.
-    tests: hooks/test_reach.py::test_an_output_without_a_cotangent
+    passage: Passage | None
+    missing: frozenset[int]
+    reached: set[int]
+
+
+_pull: Final[contextvars.ContextVar[_Pull | None]] = contextvars.ContextVar("pull", default=None)
+
+
+class _Gate(Identity):
+    """Stands before and behind a function, so that tangents and cotangents that are zero stay None.
+
+    A vjp function of JAX takes and returns arrays of zeros for them, and zero times infinity is NaN.
+    tests: hooks/test_reach.py::test_an_output_without_a_cotangent, integrations/test_solvers.py
     """
 
     name = "gate"
 
-    def __init__(self, types: Sequence[Any], gate: Any) -> None:
+    def __init__(self, types: Sequence[Any], passage: Passage, is_entry: bool) -> None:
         super().__init__(types)
-        self._gate = gate  # any object, by which `pulled` finds it
+        self._passage, self._is_entry = passage, is_entry
 
     def of(self, types: Sequence[Any]) -> Identity:
-        return Gate(types, self._gate)
+        return _Gate(types, self._passage, self._is_entry)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        is_float = [has_tangent(typeof(x)) for x in primals]
-        full = [zeros_of(tangent_type(typeof(x))) if t is None else t for x, t in zip(primals, tangents, strict=True)]
-        given = select(full, is_float)
-        return list(primals), scatter(apply_linear(_GateMap(self._gate, given), [], given), is_float)
+        nonzero = [t is not None for t in tangents]
+        if not self._is_entry:
+            self._passage.nonzero = nonzero
+        given = select(tangents, nonzero)
+        return list(primals), scatter(apply_linear(_GateMap(self._passage, self._is_entry, given), [], given), nonzero)
 
 
 class _GateMap(LinearMap):
     name = "gate"
     n_residuals = 0
 
-    def __init__(self, gate: Any, tangents: Sequence[Any]) -> None:
-        self._gate, self.types = gate, list(map(typeof, tangents))
+    def __init__(self, passage: Passage, is_entry: bool, tangents: Sequence[Any]) -> None:
+        self._passage, self._is_entry, self.types = passage, is_entry, list(map(typeof, tangents))
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         return list(tangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        gate, positions = _unused.get()
-        return [None if gate is self._gate and i in positions else c for i, c in enumerate(cotangents)]
+        pull = _pull.get()
+        if pull is None or pull.passage is not self._passage:
+            return list(cotangents)
+        if self._is_entry:
+            pull.reached.update(i for i, c in enumerate(cotangents) if c is not None)
+            return list(cotangents)
+        return [None if i in pull.missing else c for i, c in enumerate(cotangents)]
 
 
-def gated(run: Callable[..., Values]) -> tuple[Any, Callable[..., Values]]:
-    """Return a gate, and the function with this gate."""
-    gate = object()
-
-    def run_gated(*args: Any) -> Values:
-        __tracebackhide__ = True
-        values = run(*args)
-        return apply(Gate([typeof(x) for x in values], gate), values)
-
-    return gate, run_gated
-
-
-def pulled(pullback: Any, gate: Any, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
-    """Call a vjp function of a gated function with the cotangents of those values that have any."""
+def pulled(pullback: Any, passage: Passage, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
+    """Call the vjp function of a passage with the cotangents of those values that have a tangent. None means zero."""
     __tracebackhide__ = True
-    given = iter(cotangents)
-    full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in value_types]
-    token = _unused.set((gate, frozenset([i for i, c in enumerate(cotangents) if c is None])))
+    pairs = zip(scatter(cotangents, passage.nonzero), value_types, strict=True)
+    full = [full_cotangent(c, t) for c, t in pairs]
+    pull, logs = _Pull(passage, frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None
+    token = _pull.set(pull)
     try:
-        if not hasattr(pullback, "with_logs"):  # before jax 0.12
-            return list(pullback(full))
-        found, logs = pullback.with_logs(full)
+        if hasattr(pullback, "with_logs"):
+            found, logs = pullback.with_logs(full)
+        else:  # before jax 0.12
+            found = pullback(full)
     finally:
-        _unused.reset(token)
+        _pull.reset(token)
     if logs:  # only JAX's own primitives may pass logs on
         raise TypeError(
             f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which a block of hooks "
             "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
         )
-    return list(found)
+    return [x if i in pull.reached else None for i, x in enumerate(found)]
 
 
 def transposed(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:

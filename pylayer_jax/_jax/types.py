@@ -48,7 +48,8 @@ def is_set(flag: str) -> bool:
 
 
 def is_nan_reported() -> bool:
-    return is_set("debug_nans") or is_set("debug_infs")
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs
 
 
 def unchecked(function: F) -> F:
