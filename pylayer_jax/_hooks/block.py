@@ -347,8 +347,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
         if kind is None:
-            for message in self._warnings(is_idle):
-                warnings.warn(message, stacklevel=_stacklevel_of_user())
+            self._tell(is_idle)
 
     def _warnings(self, is_idle: bool) -> list[str]:
         """Return warnings, each once per pair. `is_idle`: the block was at top level, and was not that of a loss."""

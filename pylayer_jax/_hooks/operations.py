@@ -219,18 +219,21 @@ class BlockTrace(PassThroughTrace):
                 return operation.bind(*args)
         if operation.primitive is None and operation.kind != "shard_map" and _runs_once(args, self.parent_trace):
             return apply(UsersRule(operation.name, Saver(self.pair, "", places), bind=operation.bind), args)
-        planned, operands = self._planned(operation, args)
+        planned, operands = self._planned(operation, args, places)
         if not any(has_tangent(v.aval) for v in planned.jaxpr.outvars) or _holds_block(planned.jaxpr):
             return eval_jaxpr(planned.jaxpr, (), *operands)
         return apply(planned, operands)
 
-    def _planned(self, operation: Operation, args: Sequence[Any]) -> tuple[Planned, Values]:
+    def _planned(
+        self, operation: Operation, args: Sequence[Any], places: Sequence[bool | None]
+    ) -> tuple[Planned, Values]:
         """Return a planned function of one operation, and its operands, each tensor once."""
         __tracebackhide__ = True
         distinct = {id(x): x for x in args}
         operands, position_of = list(distinct.values()), {key: i for i, key in enumerate(distinct)}
         positions = [position_of[id(x)] for x in args]
-        types, places, plans = list(map(typeof, operands)), list(map(self.place_of, operands)), self.block.plans
+        places = list(dict(zip(positions, places, strict=True)).values())
+        types, plans = list(map(typeof, operands)), self.block.plans
         key = operation.primitive, (*operation.params.items(), *types, *places, *positions), is_set("enable_x64")
         # In staged code and in errors, each operation has its own source line.
         is_shared = operation.primitive is not None and not (self.is_staging or is_nan_reported())

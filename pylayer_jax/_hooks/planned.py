@@ -21,7 +21,6 @@ import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
-    has_equation,
     inner_jaxprs,
     is_users,
     jaxpr_and_consts,
@@ -36,10 +35,8 @@ from pylayer_jax._jax.jaxprs import (
 )
 from pylayer_jax._jax.rule_function import (
     LinearMap,
-    RuleFunction,
     Values,
     apply,
-    apply_linear,
     merge,
     rule_function_p,
     scatter,
@@ -58,10 +55,8 @@ from pylayer_jax._jax.traces import (
     is_staging,
     is_tracer,
     set_current_trace,
-    trace_of_primals,
     without_pass_through,
 )
-from pylayer_jax._jax.transparency import barrier
 from pylayer_jax._jax.types import (
     as_arrays,
     has_tangent,
@@ -81,20 +76,21 @@ from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import JITTED, ROWS, UNKNOWN, fold, leaves_of
 from .saving import (
     Held,
+    HookedFunction,
+    Linearized,
     Passage,
     SavedByRule,
     Saver,
     UsersRule,
     behind_barrier,
-    differentiated,
     held,
-    keeps_residuals,
     largest,
     mark_of,
+    numbered,
     outside_blocks,
     pulled,
     transposed,
-    transposed_code,
+    waiting,
 )
 
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
@@ -221,7 +217,7 @@ def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, h
 def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
     name, params = e.primitive.name, e.params
     is_free = [isinstance(x, Literal) or x in free for x in e.invars]
-    if ROWS[e.primitive.name].is_view and all(is_free):
+    if ROWS[name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
         rule = UsersRule(name, Saver(), jaxpr_of(jaxpr, [e]))
@@ -242,9 +238,9 @@ def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings,
         around = around._replace(times=around.times * params["length"])
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
         return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})
-    if name == "cond" and around.pair.moves_to_host:
-        return e
     if name == "cond":
+        if around.pair.moves_to_host:
+            return e
         branches = [_planned_body(branch, [True] * len(branch.invars), around, e) for branch in inner]
         return e.replace(params={**params, "branches": tuple(branches)})
     (body,) = inner
@@ -706,11 +702,9 @@ class _BackwardRun:
         order, arrays_of = self._missing(known)
         arrays = {id(a): a for residual in arrays_of.values() for a in leaves_of(residual)}
         cotangents = [v for v in known if v in self._pass.dependent]
-        if cotangents and any(map(is_staged, arrays.values())):
-            operands = [*as_arrays(list(arrays.values())), *[self._values[v] for v in cotangents]]
-            bound = barrier(operands, waits=True)
-            arrays = dict(zip(arrays, bound, strict=False))
-            self._values |= zip(cotangents, bound[len(arrays) :], strict=True)
+        bound, given = waiting(list(arrays.values()), [self._values[v] for v in cotangents])
+        arrays = dict(zip(arrays, bound, strict=True))
+        self._values |= zip(cotangents, given, strict=True)
         for v, residual in arrays_of.items():
             value = fold(residual, lambda a: arrays[id(a)], lambda function, inputs: function(*inputs))
             (self._views if v in plan.graph.free or v in plan.small else self._values)[v] = value
@@ -767,7 +761,7 @@ class PlannedPullback(LinearMap):
         return transposed(self, residuals, tangents)
 
 
-class Planned(RuleFunction):
+class Planned(HookedFunction):
     """A function that is planned as a whole: a decorated one, or the body of a loop in it."""
 
     def __init__(
@@ -795,7 +789,7 @@ class Planned(RuleFunction):
         limit = self.around.pair.limit
         if self.around.within or limit is None:  # the function around a body has decided on the price
             plan = self._plan_at(self.around, types, nonzero, has_bodies)
-            if self._warn and not (plan.kept or plan.made) and has_equation(self.jaxpr, "remat2"):
+            if self._warn and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
                 self._warn(
                     f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
                     "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
@@ -830,42 +824,21 @@ class Planned(RuleFunction):
             origins = _Origins(derivative, self.jaxpr, outer, given)
         return Plan(derivative, around.pair, self.outside, self.name, origins, around.budget.price)
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return transposed_code(jaxpr, args, cotangents)
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+    def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         __tracebackhide__ = True
-        nonzero = [t is not None for t in tangents]
-        given = select(tangents, nonzero)
-        if not given:
-            values = apply(self, primals)
-            return values, [None] * len(values)
-        if not keeps_residuals(given):
-            return differentiated(self, primals, tangents)
-        # JAX runs this rule inside a partial evaluation, in which the tangents are unknown. The hooks run in the trace
-        # outside of it, in which the primals are known.
-        with set_current_trace(without_pass_through(trace_of_primals(primals))):
-            with outside_blocks():
-                # Residuals that are packed within a body have no second derivative.
-                has_bodies = not any(map(is_differentiated, primals))
-                plan = self.plan([typeof(x) for x in primals], nonzero, has_bodies)
-                values, residuals, further = plan.run_forward(primals)
-            for i, v in enumerate(plan.free if active.value is PLANNED else ()):
-                if v in plan.saved_inputs and is_tracer(residuals[i]):
-                    types = [typeof(residuals[i])]
-                    residuals[i : i + 1] = apply(plan.saved_inputs[v](types), [residuals[i]])
-            position_of: dict[int, int] = {}
-            arrays: list[Any] = []
-            for x in [leaf for r in residuals for leaf in leaves_of(r)]:
-                if id(x) not in position_of:
-                    position_of[id(x)] = len(arrays)
-                    arrays.append(x)
-            linear = PlannedPullback(
-                plan, [fold(r, lambda x: position_of[id(x)]) for r in residuals], len(arrays) + len(further)
-            )
-            arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]
-        found = apply_linear(linear, arrays, given)
-        return values, scatter(found, plan.derivative.nonzero)
+        with outside_blocks():
+            # Residuals that are packed within a body have no second derivative.
+            has_bodies = not any(map(is_differentiated, primals))
+            plan = self.plan([typeof(x) for x in primals], nonzero, has_bodies)
+            values, residuals, further = plan.run_forward(primals)
+        for i, v in enumerate(plan.free if active.value is PLANNED else ()):
+            if v in plan.saved_inputs and is_tracer(residuals[i]):
+                types = [typeof(residuals[i])]
+                residuals[i : i + 1] = apply(plan.saved_inputs[v](types), [residuals[i]])
+        arrays, residuals = numbered(residuals)
+        linear = PlannedPullback(plan, residuals, len(arrays) + len(further))
+        arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]
+        return values, linear, arrays, plan.derivative.nonzero
 
 
 # -- calls ---------------------------------------------------------------------------------------------------

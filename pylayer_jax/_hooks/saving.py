@@ -119,12 +119,8 @@ def outside_blocks() -> Generator[None]:
 class PackedTensors:
     """An `Expression` for each tensor, or the tensor itself, with positions for the arrays that JAX keeps."""
 
-    def __init__(self, residuals: Sequence[Any], n_further: int) -> None:
-        arrays = {id(x): x for residual in residuals for x in leaves_of(residual)}
-        position_of = {key: i for i, key in enumerate(arrays)}
-        done: dict[int, Any] = {}
-        self.n_arrays = len(arrays) + n_further
-        self._residuals = [fold(residual, lambda x: position_of[id(x)], done=done) for residual in residuals]
+    def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
+        self._residuals, self.n_arrays = residuals, n_arrays
 
     @property
     def owners(self) -> list[int]:
@@ -166,20 +162,12 @@ class UnpackedTensors(Sequence[Any]):
         return list(self)
 
     def _wait(self, positions: Collection[int]) -> None:
-        """Put arrays behind a barrier with the cotangents. XLA waits only if backward uses the cotangents from it.
-
-        Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-        """
         positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
         if not positions:
             return
-        arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
-        present = [i for i, c in enumerate(self.cotangents) if c is not None]
-        if present and any(map(is_staged, arrays)):
-            values = barrier([*arrays, *[self.cotangents[i] for i in present]], waits=True)
-            arrays = values[: len(arrays)]
-            for i, cotangent in zip(present, values[len(arrays) :], strict=True):
-                self.cotangents[i] = cotangent
+        present = [c is not None for c in self.cotangents]
+        arrays, cotangents = waiting([self._arrays[i] for i in positions], select(self.cotangents, present))
+        self.cotangents = scatter(cotangents, present)
         self._waiting |= zip(positions, arrays, strict=True)
 
 
@@ -245,10 +233,16 @@ class Saver:
         is_packed = {key for key, x in residual_of.items() if isinstance(x, Expression)}
         outputs, bound = behind_barrier(outputs, list(residual_of.values()))
         residual_of = dict(zip(residual_of, bound, strict=True))
-        residuals = [residual_of[id(x)] for x in tensors]
-        kept = {id(a): a for x in residuals for a in leaves_of(x)}
-        further = largest({id(x): x for x in tensors if id(x) in is_packed}.values())
-        return PackedTensors(residuals, len(further)), [*kept.values(), *further], outputs
+        arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
+        arrays += largest({id(x): x for x in tensors if id(x) in is_packed}.values())
+        return PackedTensors(residuals, len(arrays)), arrays, outputs
+
+
+def numbered(residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the distinct arrays in residuals, and the residuals with positions in place of arrays."""
+    arrays = {id(x): x for residual in residuals for x in leaves_of(residual)}
+    position_of, done = {key: i for i, key in enumerate(arrays)}, dict[int, Any]()
+    return list(arrays.values()), [fold(residual, lambda x: position_of[id(x)], done=done) for residual in residuals]
 
 
 def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -264,6 +258,18 @@ def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[lis
     ]
 
 
+def waiting(arrays: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return both, in staged code behind a barrier. XLA waits only if backward uses the cotangents from it.
+
+    Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
+    """
+    arrays, n = as_arrays(arrays), len(arrays)  # JAX may pass numbers
+    if not (cotangents and any(map(is_staged, arrays))):
+        return arrays, list(cotangents)
+    bound = barrier([*arrays, *cotangents], waits=True)
+    return bound[:n], bound[n:]
+
+
 def largest(tensors: Collection[Any]) -> list[Any]:
     # JAX looks for NaN among the results of a program, and so misses one in a packed or recomputed tensor. It finds the
     # NaN in the largest absolute value of each, which is one more residual. tests: hooks/test_modes.py
@@ -274,7 +280,44 @@ def largest(tensors: Collection[Any]) -> list[Any]:
 # -- custom rules of users -----------------------------------------------------------------------------------
 
 
-class UsersRule(RuleFunction):
+# The values, the derivative, its residuals, and a mask of the values that have a tangent.
+Linearized = tuple[Values, LinearMap, list[Any], Sequence[bool]]
+
+
+class HookedFunction(RuleFunction):
+    """A function whose rule keeps residuals, which hooks pack."""
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        missing = [x is None for x in args]
+        types = [v.aval for v in jaxpr.invars]
+        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
+        transpose = jax.linear_transpose(
+            lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
+        )
+        return scatter(transpose(given), missing)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        nonzero = [t is not None for t in tangents]
+        given = select(tangents, nonzero)
+        if not any(nonzero):
+            values = apply(self, primals)
+            return values, [None] * len(values)
+        if not keeps_residuals(given):
+            run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
+            values, found = jax.jvp(run, select(primals, nonzero), given)
+            return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+        # JAX runs this rule in a partial evaluation, in which the tangents are unknown. The hooks run in the trace
+        # outside of it, in which the primals are known.
+        with set_current_trace(without_pass_through(trace_of_primals(primals))):
+            values, linear, arrays, has_tangents = self.linearized(primals, nonzero)
+        return values, scatter(apply_linear(linear, arrays, given), has_tangents)
+
+    def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
+        raise NotImplementedError
+
+
+class UsersRule(HookedFunction):
     """One operation that applies a custom rule of a user, whose residuals a `Saver` saves."""
 
     def __init__(self, name: str, saver: Saver, jaxpr: Any = None, bind: Callable[..., Values] | None = None) -> None:
@@ -288,25 +331,17 @@ class UsersRule(RuleFunction):
             return UnstagedBatch(self, axis, dims), [], None
         return super().batch(axis, dims, types)
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return transposed_code(jaxpr, args, cotangents)
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+    def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         __tracebackhide__ = True
-        nonzero = [t is not None for t in tangents]
-        given = select(tangents, nonzero)
-        if not keeps_residuals(given):
-            return differentiated(self, primals, tangents)
         passage = Passage(lambda *args: self.run(*merge(nonzero, args, primals)))
-        with set_current_trace(without_pass_through(trace_of_primals(primals))):
-            with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
-                values, pullback = jax.vjp(passage, *select(primals, nonzero))
-            leaves, treedef = jax.tree_util.tree_flatten(pullback)
+        with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
+            values, pullback = jax.vjp(passage, *select(primals, nonzero))
+        leaves, treedef = jax.tree_util.tree_flatten(pullback)
         owner = f"the operation {self.name}, residual"
         packed, arrays, values = self._saver.save(owner, (), primals, as_arrays(leaves), values)
         types = [typeof(v) for v in values]
-        found = apply_linear(_RulePullback(self.name, packed, treedef, passage, len(arrays), types), arrays, given)
-        return values, scatter(found, passage.nonzero)
+        linear = _RulePullback(self.name, packed, treedef, passage, len(arrays), types)
+        return values, linear, arrays, passage.nonzero
 
 
 class _RulePullback(LinearMap):
@@ -336,15 +371,6 @@ class _RulePullback(LinearMap):
         return transposed(self, residuals, tangents)
 
 
-def differentiated(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-    """Return the values and tangents of the code of a function, by forward mode."""
-    __tracebackhide__ = True
-    nonzero = [t is not None for t in tangents]
-    run: Any = lambda *args: function.run(*merge(nonzero, args, primals))  # noqa: E731
-    values, found = jax.jvp(run, select(primals, nonzero), select(tangents, nonzero))
-    return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-
-
 class Passage:
     """What is known of a function that `jax.vjp` differentiates between two gates."""
 
@@ -363,7 +389,7 @@ class Passage:
 class _Pull(NamedTuple):
     """One call of a vjp function: which of the values with a tangent have no cotangent, and which arguments get one."""
 
-    passage: Passage | None
+    passage: Passage
     missing: frozenset[int]
     reached: set[int]
 
@@ -441,14 +467,3 @@ def transposed(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[A
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in linear.types)
     transpose = jax.linear_transpose(lambda *cotangents: linear.transpose(residuals, cotangents), *types)
     return list(transpose(list(tangents)))
-
-
-def transposed_code(jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    """Transpose code in hooks, for `jax.linear_transpose`; None among `args` for the linear ones."""
-    missing = [x is None for x in args]
-    types = [v.aval for v in jaxpr.invars]
-    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
-    transpose = jax.linear_transpose(
-        lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
-    )
-    return scatter(transpose(given), missing)
