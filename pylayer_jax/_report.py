@@ -17,20 +17,15 @@ from typing import Any, NamedTuple
 import jax
 
 from ._hooks import (
-    Note,
+    Mark,
     Origin,
-    Value,
-    by_value,
+    Program,
+    Source,
     hooks_ignored,
-    names_of_equations,
-    notes_on,
-    operation_name,
-    outputs_of,
     stage_named,
     tensors_marked,
 )
-from ._jax.jaxprs import jaxpr_and_consts
-from ._jax.jaxprs import line_of as source_line
+from ._jax.jaxprs import jaxpr_and_consts, line_of
 from ._jax.rule_function import merge, select
 from ._jax.traces import current, eval_jaxpr
 from ._jax.types import as_arrays, has_tangent, is_ref, is_tensor, typeof
@@ -227,22 +222,37 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     names = [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in skeleton.tensor_paths()]
     entry = current()
     with hooks_ignored():
-        unpacked = _rows(_residuals(run, tensors, names, entry))
+        unpacked = _rows(run, tensors, names, entry)
     with tensors_marked():  # each tensor that a plan keeps gets a `Mark`, a further residual of size 0
-        rows = _rows(_residuals(run, tensors, names, entry))
+        rows = _rows(run, tensors, names, entry)
     return SavedTensorsReport(rows, _device_bytes(unpacked))
 
 
-class _Residuals(NamedTuple):
-    """The residuals of a function, and what is known about them."""
+class _Residual(NamedTuple):
+    """An array that JAX keeps for a tensor: the tensor itself, or what a pack hook made of it."""
 
-    values: Sequence[Value]  # distinct
-    notes_of: Mapping[Value, list[Note]]
-    name_of: Mapping[Any, str]  # JAX's traceback -> the name of the operation
-    entry: Any  # source information of the call of the report
+    variable: Any
+    tensor: Source
+    times: int  # the number of parts of the tensor, such as one per iteration of a scan
+    bytes: int  # the size of all parts of the tensor, before packing
+    is_packed: bool
+    is_of_host_call: bool
+
+    @property
+    def packed_bytes(self) -> int:
+        return _size(self.variable.aval)
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.variable.aval.memory_space == jax.memory.Space.Host
 
 
-def _residuals(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str], entry: Any) -> _Residuals:
+def _size(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str], entry: Any) -> list[SavedTensor]:
+    """Return one row per group of equal residuals, the largest first and the inputs last."""
     is_float = list(map(has_tangent, tensors))
     code, consts, _ = stage_named(lambda *xs: (as_arrays(split(run(*xs))[0]), None), list(map(typeof, tensors)), "run")
 
@@ -252,30 +262,22 @@ def _residuals(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[
         return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
 
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
-    inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-    values, notes = outputs_of(jaxpr, inputs)
-    # A variable that is returned several times is kept once.
-    value_of_variable = dict(zip(map(id, jaxpr.outvars), values, strict=True))
-    return _Residuals(list(value_of_variable.values()), by_value(notes), names_of_equations([code]), entry)
-
-
-def _rows(found: _Residuals) -> list[SavedTensor]:
-    """Return one row per group of equal residuals, the largest first and the inputs last."""
-    # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _custom_vjp.py.
-    kept = [value for value in found.values if value.aval.size]
-    arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
-    for array in kept:
-        arrays_of.setdefault(array.tensor or array, []).append(array)
+    program = Program(jaxpr, code)
+    name_of_input = dict(zip(jaxpr.invars, names, strict=True))
+    groups: dict[Any, list[_Residual]] = {}
     single: list[SavedTensor] = []
-    for tensor, arrays in arrays_of.items():
-        others = arrays
-        if tensor.kind == "input" and tensor.part is None and tensor in arrays:
+    for v in dict.fromkeys(jaxpr.outvars):  # a variable that is returned several times is kept once
+        source = program.source(v)
+        # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _custom_vjp.py.
+        if v.aval.size:
+            found = _residual(program, v, source)
+            key = found.tensor.key, found.tensor.times
             # An input that JAX keeps both as such and in other arrays gets two rows.
-            single.append(dataclasses.replace(_row(tensor, [tensor], found), kind="input"))
-            others = [a for a in arrays if a is not tensor] + [tensor] * (arrays.count(tensor) - 1)
-        if others:
-            single.append(_row(tensor, others, found))
-    single += [_recomputed_row(value, found.entry) for value in found.values if value.kind == "recomputed"]
+            is_held = source.is_input and not source.is_part and (key, True) not in groups
+            groups.setdefault((key, is_held), []).append(found)
+        elif isinstance(source.function, Mark) and source.function.recomputed_from is not None:
+            single.append(_recomputed_row(program, v, source, entry))
+    single += [_row(program, group, is_held, name_of_input, entry) for (_, is_held), group in groups.items()]
     summed = "times", "bytes", "packed_bytes", "host_bytes"
     rows = [
         dataclasses.replace(row, **{name: n * getattr(row, name) for name in summed})
@@ -284,65 +286,69 @@ def _rows(found: _Residuals) -> list[SavedTensor]:
     return sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes, -r.bytes))
 
 
-def _recomputed_row(value: Value, entry: Any) -> SavedTensor:
-    """Return the row of a recomputed tensor; `value` is the empty array that its `Mark` returned."""
-    one, times = value.innermost()
-    assert one.mark is not None
-    start = one.aval.shape.index(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
+def _residual(program: Program, variable: Any, source: Source) -> _Residual:
+    if not source.is_packed:
+        return _Residual(variable, source, source.times, _size(variable.aval), False, False)
+    tensor = program.tensor(source)
+    # Count each iteration that packs the tensor, and all shards of it.
+    n_bytes = tensor.times * _size(tensor.aval) * (variable.aval.size // source.aval.size)
+    return _Residual(variable, tensor, tensor.times * source.times, n_bytes, True, source.name == "host_call")
+
+
+def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any) -> SavedTensor:
+    """Return the row of a recomputed tensor; `variable` is the empty array that its `Mark` returned."""
+    mark, shape = source.function, list(source.aval.shape)
+    del shape[shape.index(0)]  # a `Mark` adds an axis of length 0 to the shape of its tensor
+    equations = program.source(source.equations[-1].invars[-1], source.frame).equations
     return SavedTensor(
-        kind="layer" if one.layer else "operation",
-        layer=one.layer,
-        name=one.name,
-        shape=(*one.aval.shape[:start], *one.aval.shape[start + 1 :]),
-        dtype=str(one.aval.dtype),
-        times=times,
-        bytes=math.prod(n for n in value.aval.shape if n) * value.aval.dtype.itemsize,
+        kind="layer" if mark.origin.layer else "operation",
+        layer=mark.origin.layer,
+        name=mark.origin.name or mark.origin.operation,
+        shape=tuple(shape),
+        dtype=str(source.aval.dtype),
+        times=source.times,
+        bytes=math.prod(n for n in variable.aval.shape if n) * variable.aval.dtype.itemsize,
         packed_bytes=0,
-        source=line_of(one.equations),
-        note=f"computed again from {one.mark.recomputed_from}",
+        source=_line(equations),
+        note=f"computed again from {mark.recomputed_from}",
         is_recomputed=True,
-        inside=_inside(one.equations, one.mark.origin, entry),
+        inside=_inside(equations, mark.origin, entry),
     )
 
 
-def _row(tensor: Value, arrays: list[Value], found: _Residuals) -> SavedTensor:
-    """Return the row of a tensor for which JAX keeps `arrays`: itself, arrays that a pack hook made of it, or both."""
-    one, n_iterations = tensor.innermost()
-    packed = [(a, *a.innermost()) for a in arrays if a is not tensor]
-    if packed:  # count each iteration that packs the tensor, and all shards of it
-        times = n_iterations * max(n for _, _, n in packed)
-        n_bytes = tensor.bytes * max(a.aval.size // part.aval.size for a, part, _ in packed)
-    else:  # count each copy that JAX keeps
-        times, n_bytes = n_iterations * len(arrays), tensor.bytes * len(arrays)
-    notes = notes_on(tensor, found.notes_of)
+def _row(
+    program: Program, kept: list[_Residual], is_held: bool, name_of_input: Mapping[Any, str], entry: Any
+) -> SavedTensor:
+    """Return the row of a tensor for which JAX keeps arrays: itself, arrays that a pack hook made of it, or both."""
+    tensor, packed = kept[0].tensor, [x for x in kept if x.is_packed]
+    notes = program.notes(tensor)
     savers = [note for note in notes if note.layer]
-    names = [
-        tensor.name if tensor.kind != "operation" else operation_name(tensor, found.name_of),
-        *(note.name for note in notes if not note.layer),
-    ]
-    layer, name, equations = savers[0][1:4] if savers else ("", names[-1], tensor.equations)
-    is_from_input = tensor.kind == "input"
+    input_name = name_of_input.get(tensor.variable, "") if tensor.is_input else ""
+    kind = "copy" if tensor.is_input else "operation" if tensor.equations else "constant"
+    names = [input_name or program.operation(tensor), *[note.name for note in notes if not note.layer]]
+    layer, name, equations = savers[0][:3] if savers else ("", names[-1], tensor.equations)
     origins = [note.origin for note in notes[::-1] if note.origin is not None]
     entries = [o.block for o in origins if o.block is not None]  # for a layer that is decorated itself
     remarks = {
-        f"the input {tensor.name}": bool(savers) and is_from_input,
+        f"the input {input_name}": bool(savers) and tensor.is_input,
         **{f"also {n.layer}, {n.name}": (n.layer, n.name) != (layer, name) for n in savers},
-        "in host memory": any(map(_is_on_host, arrays)),
-        "packed on the host": any(part.name == "host_call" for _, part, _ in packed),
+        "in host memory": any(x.is_on_host for x in kept),
+        "packed on the host": any(x.is_of_host_call for x in kept),
     }
     return SavedTensor(
-        kind="layer" if layer else "copy" if is_from_input else tensor.kind,
+        kind="input" if is_held else "layer" if layer else kind,
         layer=layer,
         name=name,
-        shape=tuple(one.aval.shape),
-        dtype=str(one.aval.dtype),
-        times=times,
-        bytes=n_bytes,
-        packed_bytes=sum(a.bytes for a in arrays),
-        host_bytes=sum(a.bytes for a in arrays if _is_on_host(a)),
-        source=line_of(equations) or source_line(entries[:1]),
+        shape=tuple(tensor.aval.shape),
+        dtype=str(tensor.aval.dtype),
+        # A tensor may be packed into several arrays; without packing, each array is a copy of it.
+        times=max(x.times for x in packed) if packed else sum(x.times for x in kept),
+        bytes=max(x.bytes for x in packed) if packed else sum(x.bytes for x in kept),
+        packed_bytes=sum(x.packed_bytes for x in kept),
+        host_bytes=sum(x.packed_bytes for x in kept if x.is_on_host),
+        source=_line(equations) or line_of(entries[:1]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
-        inside=_inside(equations, next(iter(origins), None), found.entry),
+        inside=_inside(equations, next(iter(origins), None), entry),
     )
 
 
@@ -353,10 +359,6 @@ def _inside(equations: Sequence[Any], origin: Origin | None, entry: Any) -> tupl
     return Origin(sources=tuple(e.source_info for e in equations), block=entry).inside if equations else ()
 
 
-def _is_on_host(value: Value) -> bool:
-    return value.aval.memory_space == jax.memory.Space.Host
-
-
-def line_of(equations: Sequence[Any]) -> str:
+def _line(equations: Sequence[Any]) -> str:
     # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
-    return source_line([equation.source_info for equation in equations])
+    return line_of([equation.source_info for equation in equations])

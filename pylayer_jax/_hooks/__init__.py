@@ -28,18 +28,18 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
 from .active import active_pair, hooks_ignored, hooks_suspended, tensors_marked
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
 from .operations import layers_pack_themselves, mark_as_computed, saver_of
-from .origins import LayerFunction, Note, Value, by_value, names_of_equations, notes_on, operation_name, outputs_of
+from .origins import LayerFunction, Mark, Program, Source
 from .pack import Origin
 from .planned import stage_named
 from .saving import held, keeps_residuals
 
 __all__ = [
     "LayerFunction",
-    "Note",
+    "Mark",
     "Origin",
-    "Value",
+    "Program",
+    "Source",
     "active_pair",
-    "by_value",
     "disable_saved_tensors_hooks",
     "held",
     "hooks_ignored",
@@ -47,10 +47,6 @@ __all__ = [
     "keeps_residuals",
     "layers_pack_themselves",
     "mark_as_computed",
-    "names_of_equations",
-    "notes_on",
-    "operation_name",
-    "outputs_of",
     "saved_tensors_hooks",
     "saver_of",
     "stage_named",

@@ -1,4 +1,4 @@
-"""Finds the origin of the values of a jaxpr, also where an inner jaxpr computes them.
+"""Finds where the values of a jaxpr come from, also where an inner jaxpr computes them.
 
     { lambda ; a:f32[8]. let                                 a: an input
         b:f32[8] c:f32[3,8] = scan[                          c: three parts e, one per iteration
@@ -7,14 +7,15 @@
             in (e, e) } ] a
       in (c,) }
 
-`outputs_of` returns a `Value` of c, whose `part` is the `Value` of e, and a `Note`: the layer Tanh saves e as saved[0].
-The report reads these. For plans, `origin_of_value` turns them into `Origin`s.
+`Program(jaxpr).source(c)` is the equation that computes e. Its notes say that the layer Tanh saves it as saved[0]. The
+report reads these; for plans, `Program.origin` makes an `Origin` of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -35,11 +36,11 @@ from pylayer_jax._jax.transparency import Identity, PartialFunction
 from .pack import PACK_SCOPE, Origin
 from .primitives import JITTED, ROWS
 
-# -- marks -------------------------------------------------------------------------------------------------
+# -- functions that leave notes ----------------------------------------------------------------------------
 
 
 class Mark(RuleFunction):
-    """A function that marks a tensor which JAX keeps for backward, so that `saved_tensors_report` finds it.
+    """A function that marks a tensor which a plan keeps or makes, so that `saved_tensors_report` finds it.
 
     Its result is a further residual, an empty array such as f32[0,8,4] for f32[8,4]. Each enclosing scan or `jax.vmap`
     adds one axis in front: f32[3,0,8,4].
@@ -65,198 +66,30 @@ class LayerFunction(RuleFunction):
         raise NotImplementedError
 
 
-# -- values and notes on them -----------------------------------------------------------------------------
-
-Equations = tuple[Any, ...]  # from the outermost equation to the innermost; each holds the jaxpr of the next equation
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Value:
-    """A value that a program computes. If a program calls a jaxpr twice, each variable of the jaxpr has two values."""
-
-    aval: Any
-    # "input", "constant", "operation"; of the result of a `Mark`: "mark", or "recomputed" for its tensor. What a pack
-    # hook computes is "constant": its row is that of `tensor`.
-    kind: str
-    name: str  # the name of the input, the operation or the layer; of the result of a `Mark`: the name of the tensor
-    equations: Equations = ()
-    tensor: Value | None = None  # the tensor from which a pack hook computed the value
-    part: Value | None = None  # if a scan, shard_map or cond returns the value: the value that its inner jaxpr returns
-    times: int = 1  # the number of iterations, each of which computes one `part`
-    whole: Value | None = None  # for a slice, which an inner jaxpr gets: the operand of the scan or shard_map
-    viewed: Value | None = None  # the operand of which the value is a reshape, slice or cast
-    others: tuple[Value, ...] = ()  # if a cond returns the value: what its other branches return in its place
-    layer: str = ""  # the layer that computed the value; of the result of a `Mark`: the layer that saved the tensor
-    mark: Mark | None = None
-
-    @property
-    def bytes(self) -> int:
-        return self.aval.size * self.aval.dtype.itemsize
-
-    def innermost(self) -> tuple[Value, int]:
-        """Return the part that one iteration of the innermost loop computes, and the number of such parts."""
-        value, times = self, 1
-        while value.part is not None:
-            value, times = value.part, times * value.times
-        return value, times
-
-    def unsliced(self) -> Value:
-        return self if self.whole is None else self.whole.unsliced()
+def _nested_functions(equation: Any) -> list[Any]:
+    """Return the function of a `rule_function` and those nested in it, outermost first."""
+    functions: list[Any] = [payload_of_params(equation.params)] if equation.primitive is rule_function_p else [None]
+    while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
+        outer = functions[-1]
+        functions.append(outer.inner if isinstance(outer, BatchedFunction) else outer.whole)
+    return functions
 
 
-class Note(NamedTuple):
-    """A note that a layer saves a value, or that the value has a name."""
-
-    value: Value
-    layer: str  # the layer that saves the value; empty for a `Mark` and for `checkpoint_name`
-    name: str
-    equations: Equations  # the equation that applies the layer
-    origin: Origin | None = None  # of a `Mark`
-
-
-def by_value(notes: Sequence[Note]) -> dict[Value, list[Note]]:
-    notes_of: dict[Value, list[Note]] = {}
-    for note in notes:
-        notes_of.setdefault(note.value.unsliced(), []).append(note)
-    return notes_of
+def _saved(equation: Any) -> list[tuple[Any, str]]:
+    """Return the operands and results that a layer saves, with their names."""
+    *wrappers, function = _nested_functions(equation)
+    operands, outputs = equation.invars, list[Any](equation.outvars)
+    for wrapper in wrappers:
+        if isinstance(wrapper, BatchedFunction):
+            operands = operands[wrapper.n_consts :]
+        else:  # a part of the layer; after the outputs in `positions`, it returns residuals for another part
+            operands = operands[wrapper.n_residuals :]
+            computed = dict(zip(wrapper.positions, outputs, strict=False))
+            outputs = [computed.get(i) for i in range(len(wrapper.whole.jaxpr.outvars))]
+    return [(v, name) for v, name in function.saved(operands, outputs) if v is not None]
 
 
-def notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
-    """Return the notes on the unsliced value, on its slices and on its parts."""
-    whole = value.unsliced()
-    on_part = [] if whole.part is None else notes_on(whole.part, notes_of)
-    return [*on_part, *notes_of.get(whole, ())]
-
-
-# -- origins ------------------------------------------------------------------------------------------------
-
-
-def names_of_equations(jaxprs: Sequence[Any]) -> dict[Any, str]:
-    """Return the names of operations by JAX's traceback, which their derivatives share."""
-    name_of: dict[Any, str] = {}
-    for equation in [e for jaxpr in jaxprs for e in jaxpr.eqns]:
-        inner = inner_jaxprs(equation.params)
-        is_call = equation.primitive.name in JITTED and not is_users(inner[0])
-        if inner and not is_call:
-            name_of |= names_of_equations(inner)
-        elif equation.source_info.traceback is not None:
-            name_of[equation.source_info.traceback] = equation.params["name"] if is_call else equation.primitive.name
-    return name_of
-
-
-def origin_of_value(
-    value: Value, notes_of: Any, origin_of: dict[Value, Origin], outer: Origin, name_of: Mapping[Any, str]
-) -> Origin:
-    found, others = list[Note](), list[Value]()
-    while True:
-        found = [*notes_on(value, notes_of), *found]
-        inner = value
-        while inner.part is not None:
-            others += inner.others
-            inner = inner.part
-        if inner.viewed is None and inner.unsliced() is value:
-            break
-        value = inner.viewed or inner.unsliced()
-    named = [note for note in found if not note.layer]
-    savers = [note for note in found if note.layer]
-    own = origin_of.get(value)
-    if own is None and value.kind == "constant":
-        own = outer
-    if own is None:
-        sources = (*outer.sources, *[e.source_info for e in value.equations])
-        operation = "" if value.layer else operation_name(value, name_of)
-        own = dataclasses.replace(outer, operation=operation, layer=value.layer, name="", sources=sources)
-    if named:
-        own = dataclasses.replace(own, name=named[-1].name)
-    if others:
-        own = dataclasses.replace(
-            own, others=tuple(origin_of_value(x, notes_of, origin_of, outer, name_of) for x in others)
-        )
-    return with_saver(own, savers[0].layer, savers[0].name) if savers else own
-
-
-def with_saver(own: Origin, layer: str, name: str) -> Origin:
-    # A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
-    name = own.name if is_default(name) and own.name else name
-    return dataclasses.replace(own, layer=own.layer or layer, name=name)
-
-
-def is_default(name: str) -> bool:
-    return name.startswith(("saved[", "ctx."))
-
-
-def operation_name(value: Value, name_of: Mapping[Any, str]) -> str:
-    for equation in value.equations:
-        if equation.source_info.traceback in name_of:
-            return name_of[equation.source_info.traceback]
-        if equation.primitive.name in JITTED and not is_users(jaxpr_and_consts(equation.params["jaxpr"])[0]):
-            return equation.params["name"]
-    return value.name
-
-
-# -- values of a jaxpr --------------------------------------------------------------------------------------
-
-
-def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> tuple[list[Value], list[Note]]:
-    """Return a `Value` for each output of a jaxpr inside of the equations `within`, and the notes on all its values."""
-    value_of, notes = values_of(jaxpr, inputs, within)
-    return [Value(a.aval, "constant", str(a.val)) if is_literal(a) else value_of[a] for a in jaxpr.outvars], notes
-
-
-def values_of(
-    jaxpr: Any, inputs: Sequence[Value], within: Equations = (), calls_of: Mapping[Any, Equations] = {}
-) -> tuple[dict[Any, Value], list[Note]]:
-    """Return the values of all variables, and the notes on them. `calls_of`: result -> calls that were opened."""
-    value_of = dict(zip(jaxpr.invars, inputs, strict=True))
-    value_of |= {v: Value(v.aval, "constant", "closed over") for v in jaxpr.constvars}
-    notes: list[Note] = []
-
-    def read(atoms: Sequence[Any]) -> list[Value]:
-        return [Value(a.aval, "constant", str(a.val)) if is_literal(a) else value_of[a] for a in atoms]
-
-    for equation in jaxpr.eqns:
-        calls = calls_of.get(equation.outvars[0], ()) if equation.outvars else ()
-        results, new_notes = _results((*within, *calls, equation), read(equation.invars))
-        value_of.update(zip(equation.outvars, results, strict=True))
-        notes += new_notes
-    return value_of, notes
-
-
-def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the results of the last equation, and the notes on all values in it."""
-    equation = equations[-1]
-    name = equation.primitive.name
-    if _returns_operands(equation):
-        is_name = name == "name"
-        return operands, [Note(operands[0], "", equation.params["name"], equations)] if is_name else []
-    if name in _PARTS:
-        parts, times, others, notes = _PARTS[name](equations, operands)
-        outputs = zip(equation.outvars, parts, times, others, strict=True)
-        return [
-            dataclasses.replace(v, aval=out.aval, part=v, times=n, whole=None, others=more)
-            for out, v, n, more in outputs
-        ], notes
-    function = _nested_functions(equation.params)[-1] if equation.primitive is rule_function_p else None
-    if isinstance(function, LayerFunction):
-        return _layer_results(equations, operands)
-    if isinstance(function, Mark):
-        return _mark_results(equation, function, operands)
-    if _only_calls(equation):
-        return outputs_of(inner_jaxprs(equation.params)[0], operands, equations)
-    return _operation_results(equations, operands, name), []
-
-
-def _operation_results(equations: Equations, operands: list[Value], name: str) -> list[Value]:
-    outvars = equations[-1].outvars
-    if not any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations):
-        is_view = ROWS[name].is_view and operands and operands[0].kind != "constant"
-        viewed = operands[0] if is_view else None
-        return [Value(v.aval, "operation", name, equations, viewed=viewed) for v in outvars]
-    # An equation of a pack hook may also read constants and the index of the device.
-    tensors = [v.tensor or v for v in operands]
-    tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
-    return [Value(v.aval, "constant", name, equations, tensor) for v in outvars]
-
+# -- jaxprs and the equations that hold them -----------------------------------------------------------------
 
 # Their result equals their operand. If both are residuals, JAX keeps two copies of one tensor.
 _IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
@@ -274,9 +107,54 @@ def _returns_operands(equation: Any) -> bool:
     return name in _IDENTITIES
 
 
-def _only_calls(equation: Any) -> bool:
+class Frame:
+    """A jaxpr, and the equation that holds it. A jaxpr that a program calls twice has two frames."""
+
+    def __init__(
+        self, jaxpr: Any, equations: tuple[Any, ...], outer: Frame | None, calls_of: Mapping[Any, Any]
+    ) -> None:
+        self.jaxpr, self.outer = jaxpr, outer
+        self.equations = equations  # those around the jaxpr, outermost first
+        self._calls_of = calls_of  # result of an equation -> the calls around it that were opened
+        self.maker = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
+        self._place = {v: i for i, v in enumerate(jaxpr.invars)}
+        self._inner: dict[int, list[Frame]] = {}
+
+    def equations_to(self, equation: Any) -> tuple[Any, ...]:
+        calls = self._calls_of.get(equation.outvars[0], ()) if equation.outvars else ()
+        return (*self.equations, *calls, equation)
+
+    def inner(self, equation: Any) -> list[Frame]:
+        """Return the frames of the jaxprs in an equation whose results they compute."""
+        if id(equation) not in self._inner:
+            found = inner_jaxprs(equation.params)
+            function = _nested_functions(equation)[-1]
+            is_opaque = isinstance(function, (LayerFunction, Mark))
+            if is_opaque or not (equation.primitive.name in _BODIES or _only_calls(equation, found)):
+                found = []
+            around = self.equations_to(equation)
+            self._inner[id(equation)] = [Frame(jaxpr, around, self, {}) for jaxpr in found]
+        return self._inner[id(equation)]
+
+    def operand(self, variable: Any) -> Any:
+        """Return the operand of the equation around this jaxpr that is an input, or of which it is a slice."""
+        if self.outer is None or variable not in self._place:
+            return None
+        place, equation = self._place[variable], self.equations[-1]
+        if equation.primitive.name == "cond":
+            return equation.invars[place + 1]
+        if equation.primitive.name == "scan":
+            n_consts, n_carry = scan_counts(equation.params)
+            if n_consts <= place < n_consts + n_carry:  # the scan computes it
+                return None
+        return equation.invars[place]
+
+
+_BODIES: Final = ("scan", "cond", "shard_map")
+
+
+def _only_calls(equation: Any, inner: Sequence[Any]) -> bool:
     """Return whether an equation only calls a jaxpr, as a jitted function or a checkpoint does."""
-    inner = inner_jaxprs(equation.params)
     return len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(equation.invars, equation.outvars)
 
 
@@ -284,97 +162,192 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
     return [[getattr(v.aval, "shape", None) for v in vs] for vs in values]
 
 
-# -- equations with inner jaxprs, whose outputs are parts of the results --------------------------
-
-# The parts, how many iterations compute each of them, what other branches return, and notes.
-Parts = tuple[list[Value], list[int], list[tuple[Value, ...]], list[Note]]
+# -- the sources of values -----------------------------------------------------------------------------------
 
 
-def _scan_parts(equations: Equations, operands: list[Value]) -> Parts:
-    params = equations[-1].params
-    (inner,) = inner_jaxprs(params)
-    n_consts, n_carry = scan_counts(params)
-    n_before = n_consts + n_carry
-    carry = [Value(v.aval, "operation", "scan", equations) for v in inner.invars[n_consts:n_before]]
-    slices = _slices(operands[n_before:], inner.invars[n_before:])
-    parts, notes = outputs_of(inner, [*operands[:n_consts], *carry, *slices], equations)
-    return parts, [1] * n_carry + [params["length"]] * (len(parts) - n_carry), [()] * len(parts), notes
+class Source(NamedTuple):
+    """Where a value comes from: an input or constant, or the equation that computes it, perhaps in parts."""
+
+    frame: Frame
+    variable: Any
+    equations: tuple[Any, ...]  # those that lead to it, outermost first; none for an input or a constant
+    aval: Any  # of one part
+    times: int = 1  # the number of parts
+    is_part: bool = False  # whether a scan, cond or shard_map returns the value
+    others: tuple[Source, ...] = ()  # if a cond returns the value: what its other branches return in its place
+
+    @property
+    def key(self) -> Any:
+        return self.frame, id(self.variable)
+
+    @property
+    def is_input(self) -> bool:
+        return not self.equations and self.variable in self.frame.jaxpr.invars
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a pack hook computed the value."""
+        return any(PACK_SCOPE in str(e.source_info.name_stack) for e in self.equations)
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.equations and not self.is_input
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether it may be what a branch of a cond returns for a residual of another branch."""
+        return self.is_constant or self.name in ("broadcast_in_dim", "empty2")
+
+    @property
+    def function(self) -> Any:
+        """The layer or the mark that computes the value, or another function with a rule."""
+        return _nested_functions(self.equations[-1])[-1] if self.equations else None
+
+    @property
+    def layer(self) -> str:
+        return self.function.layer_name if isinstance(self.function, LayerFunction) else ""
+
+    @property
+    def name(self) -> str:
+        if self.equations:
+            return self.layer or self.equations[-1].primitive.name
+        return str(self.variable.val) if is_literal(self.variable) else "closed over"
 
 
-def _shard_map_parts(equations: Equations, operands: list[Value]) -> Parts:
-    (inner,) = inner_jaxprs(equations[-1].params)
-    parts, notes = outputs_of(inner, _slices(operands, inner.invars), equations)
-    return parts, [1] * len(parts), [()] * len(parts), notes
+class Note(NamedTuple):
+    """A note that a layer saves a value, or that the value has a name."""
+
+    layer: str  # the layer that saves the value; empty for a `Mark` and for `checkpoint_name`
+    name: str
+    equations: tuple[Any, ...]  # those that lead to the layer
+    origin: Origin | None = None  # of a `Mark`
 
 
-# Each branch of a `cond` returns placeholders, which these primitives compute, for the residuals of the others.
-_PLACEHOLDERS: Final = ("broadcast_in_dim", "empty2")
+class Program:
+    """A jaxpr whose values have sources, and notes on them."""
+
+    def __init__(self, jaxpr: Any, code: Any, calls_of: Mapping[Any, Any] = {}) -> None:
+        """`code`: the staged function, of which `jaxpr` is a derivative; its operations give the names."""
+        self._name_of = names_of_equations(code)
+        self._notes = defaultdict[Any, list[Note]](list)
+        self._tensors: dict[Any, Source] = {}
+        self.frame = Frame(jaxpr, (), None, calls_of)
+        self._collect(self.frame)
+
+    def notes(self, source: Source) -> list[Note]:
+        return self._notes.get(source.key, [])
+
+    def _collect(self, frame: Frame) -> None:
+        for e in frame.jaxpr.eqns:
+            function = _nested_functions(e)[-1]
+            for inner in frame.inner(e):
+                self._collect(inner)
+            if e.primitive.name == "name":
+                self._note(frame, e.invars[0], Note("", e.params["name"], frame.equations_to(e)))
+            elif isinstance(function, LayerFunction):
+                for v, name in _saved(e):
+                    self._note(frame, v, Note(function.layer_name, name, frame.equations_to(e)))
+            elif isinstance(function, Mark):
+                origin = function.origin
+                name = origin.name or origin.operation
+                source = self.source(e.invars[-1], frame)  # the operands before it are constants of batched code
+                if name and source.equations and not source.is_packed:
+                    self._note(frame, e.invars[-1], Note("", name, (), origin))
+
+    def _note(self, frame: Frame, variable: Any, note: Note) -> None:
+        self._notes[self.source(variable, frame).key].append(note)
+
+    def source(self, variable: Any, frame: Frame | None = None) -> Source:
+        frame = frame or self.frame
+        aval = variable.aval
+        while not is_literal(variable):
+            equation, i = frame.maker.get(variable, (None, 0))
+            if equation is None:
+                operand = frame.operand(variable)
+                if operand is None:
+                    break
+                assert frame.outer is not None
+                frame, variable = frame.outer, operand
+            elif _returns_operands(equation):
+                variable = equation.invars[i]
+            elif branches := frame.inner(equation):
+                found = [self.source(branch.jaxpr.outvars[i], branch) for branch in branches]
+                first, *rest = sorted(found, key=self._preference)
+                is_stacked = equation.primitive.name == "scan" and i >= scan_counts(equation.params)[1]
+                return first._replace(
+                    times=first.times * (equation.params["length"] if is_stacked else 1),
+                    is_part=first.is_part or equation.primitive.name in _BODIES,
+                    others=(*first.others, *[x for x in rest if not x.is_placeholder]),
+                )
+            else:
+                return Source(frame, variable, frame.equations_to(equation), aval)
+        is_carried = frame.outer is not None and not is_literal(variable) and variable in frame.jaxpr.invars
+        return Source(frame, variable, frame.equations if is_carried else (), aval)
+
+    def _preference(self, source: Source) -> tuple[bool, bool]:
+        """Return the order in which results of the branches of a cond are taken."""
+        return not any(note.layer for note in self.notes(source)), source.is_placeholder
+
+    def tensor(self, packed: Source) -> Source:
+        """Return the source of the tensor of which a pack hook computed a value."""
+        if packed.key not in self._tensors:
+            # An equation of a pack hook may also read constants and the index of the device.
+            operands = [self.source(v, packed.frame) for v in packed.equations[-1].invars]
+            tensors = [self.tensor(x) if x.is_packed else x for x in operands]
+            self._tensors[packed.key] = max(tensors, key=lambda x: (not x.is_constant, x.aval.size), default=packed)
+        return self._tensors[packed.key]
+
+    # -- names -------------------------------------------------------------------------------------------
+
+    def operation(self, source: Source) -> str:
+        """Return the name of the operation that computes a value: of a function of jax.numpy, or of a primitive."""
+        for e in source.equations:
+            if e.source_info.traceback in self._name_of:
+                return self._name_of[e.source_info.traceback]
+            if e.primitive.name in JITTED and not is_users(jaxpr_and_consts(e.params["jaxpr"])[0]):
+                return e.params["name"]
+        return source.name
+
+    def origin(self, source: Source, outer: Origin, given: Mapping[Any, Origin] = {}) -> Origin:
+        """Return the origin of a value in a body with the origin `outer`; `given` has those of inputs."""
+        notes, others = list[Note](), list[Source]()
+        while True:
+            notes, others = [*self.notes(source), *notes], [*others, *source.others]
+            if not source.equations or source.layer or not ROWS[source.name].is_view:
+                break
+            operand = self.source(source.equations[-1].invars[0], source.frame)
+            if operand.is_constant or operand.is_packed:
+                break
+            source = operand
+        own = outer
+        if source.is_input:
+            own = given.get(source.variable, Origin())
+        elif source.equations:
+            operation = "" if source.layer else self.operation(source)
+            sources = (*outer.sources, *[e.source_info for e in source.equations])
+            own = dataclasses.replace(outer, operation=operation, layer=source.layer, name="", sources=sources)
+        savers = [note for note in notes if note.layer]
+        names = [note.name for note in notes if not note.layer]
+        found = tuple(self.origin(x, outer, given) for x in others)
+        own = dataclasses.replace(own, name=names[-1] if names else own.name, others=found or own.others)
+        return with_saver(own, savers[0].layer, savers[0].name) if savers else own
 
 
-def _cond_parts(equations: Equations, operands: list[Value]) -> Parts:
-    branches = [outputs_of(branch, operands[1:], equations) for branch in inner_jaxprs(equations[-1].params)]
-    notes = [note for _, of_branch in branches for note in of_branch]
-    notes_of = by_value(notes)
-
-    def is_placeholder(value: Value) -> bool:
-        return value.kind == "constant" or value.name in _PLACEHOLDERS
-
-    def preference(value: Value) -> tuple[bool, bool, bool]:
-        is_saved = any(note.layer for note in notes_on(value, notes_of))
-        return is_saved, not is_placeholder(value), value.kind == "operation"
-
-    slots = list(zip(*(values for values, _ in branches), strict=True))
-    parts = [max(values, key=preference) for values in slots]
-    others = [
-        tuple(v for v in values if v is not part and not is_placeholder(v))
-        for values, part in zip(slots, parts, strict=True)
-    ]
-    return parts, [1] * len(parts), others, notes
+def names_of_equations(jaxpr: Any) -> dict[Any, str]:
+    """Return the names of operations by JAX's traceback, which their derivatives share."""
+    name_of: dict[Any, str] = {}
+    for equation in jaxpr.eqns:
+        inner = inner_jaxprs(equation.params)
+        is_call = equation.primitive.name in JITTED and not is_users(inner[0])
+        if inner and not is_call:
+            for code in inner:
+                name_of |= names_of_equations(code)
+        elif equation.source_info.traceback is not None:
+            name_of[equation.source_info.traceback] = equation.params["name"] if is_call else equation.primitive.name
+    return name_of
 
 
-_PARTS: Final[dict[str, Callable[[Equations, list[Value]], Parts]]] = {
-    "scan": _scan_parts,
-    "shard_map": _shard_map_parts,
-    "cond": _cond_parts,
-}
-
-
-def _slices(wholes: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    pairs = zip(wholes, variables, strict=True)
-    return [dataclasses.replace(v, aval=x.aval, part=None, times=1, whole=v) for v, x in pairs]
-
-
-# -- layers and marks -----------------------------------------------------------------------------
-
-
-def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    *wrappers, function = _nested_functions(equations[-1].params)
-    layer = function.layer_name
-    results = [dataclasses.replace(v, layer=layer, viewed=None) for v in _operation_results(equations, operands, layer)]
-    outputs: list[Any] = results
-    for wrapper in wrappers:
-        if isinstance(wrapper, BatchedFunction):
-            operands = operands[wrapper.n_consts :]
-        else:  # a part of the layer; after the outputs in `positions`, it returns residuals for another part
-            operands = operands[wrapper.n_residuals :]
-            computed = dict(zip(wrapper.positions, outputs, strict=False))
-            outputs = [computed.get(i) for i in range(len(wrapper.whole.jaxpr.outvars))]
-    saved = function.saved(operands, outputs)
-    return results, [Note(v, layer, name, equations) for v, name in saved if v is not None]
-
-
-def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    tensor, origin = operands[-1], mark.origin  # the operands before it are constants of batched code
-    name = origin.name or origin.operation
-    kind = "mark" if mark.recomputed_from is None else "recomputed"
-    result = Value(equation.outvars[0].aval, kind, name, tensor.equations, layer=origin.layer, mark=mark)
-    return [result], [Note(tensor, "", name, (), origin)] if tensor.kind == "operation" and name else []
-
-
-def _nested_functions(params: dict[str, Any]) -> list[Any]:
-    """Return the function of a `rule_function` and those nested in it, outermost first."""
-    functions = [payload_of_params(params)]
-    while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
-        outer = functions[-1]
-        functions.append(outer.inner if isinstance(outer, BatchedFunction) else outer.whole)
-    return functions
+def with_saver(own: Origin, layer: str, name: str) -> Origin:
+    # A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
+    is_default = name.startswith(("saved[", "ctx."))
+    return dataclasses.replace(own, layer=own.layer or layer, name=own.name if is_default and own.name else name)

@@ -70,7 +70,7 @@ from pylayer_jax._jax.types import (
 from pylayer_jax._trees import WeakTable, has_changed, split
 
 from .active import PLANNED, active, hooks_suspended, is_reported
-from .origins import Mark, Value, by_value, names_of_equations, origin_of_value, values_of, with_saver
+from .origins import Mark, Program
 from .pack import Origin, Pair, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import JITTED, ROWS, UNKNOWN, fold, leaves_of
@@ -447,12 +447,12 @@ class Plan:
         pair: Pair,
         outside: Sequence[bool | None],
         name: str,
-        origins: _Origins | None,
+        origin: Callable[[Any], Origin] | None,
         price: float,
     ) -> None:
         """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
         __tracebackhide__ = True
-        self.derivative, self.pair, self.name, self.origins = derivative, pair, name, origins
+        self.derivative, self.pair, self.name, self._origin = derivative, pair, name, origin
         forward, readers = derivative.forward, derivative.readers()
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
@@ -569,7 +569,7 @@ class Plan:
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
     def origin(self, v: Any) -> Origin:
-        return Origin() if self.origins is None else self.origins.of(v)
+        return Origin() if self._origin is None else self._origin(v)
 
     def bytes_at(self, price: float) -> float:
         """Return how many bytes would be kept, without those that a body of a loop counts."""
@@ -635,26 +635,6 @@ class Plan:
             residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
         (value,), (residual,) = behind_barrier([value], [residual])
         return value, residual
-
-
-class _Origins:
-    """The origins of the variables of a jaxpr."""
-
-    def __init__(self, derivative: Derivative, code: Any, outer: Origin, given: Sequence[Origin]) -> None:
-        jaxpr = derivative.forward
-        inputs = [Value(v.aval, "input", str(i)) for i, v in enumerate(jaxpr.invars)]
-        self._value_of, notes = values_of(jaxpr, inputs, (), derivative.calls_of)
-        self._notes_of, self._outer = by_value(notes), outer
-        self._name_of = names_of_equations([code])
-        self._given = dict(zip(inputs, given, strict=True))
-        self._marks = derivative.marks
-
-    def of(self, v: Any) -> Origin:
-        found = origin_of_value(self._value_of[v], self._notes_of, self._given, self._outer, self._name_of)
-        for mark, i in self._marks.get(v, ()):
-            if isinstance(mark, SavedByRule) and mark.names:
-                found = with_saver(found, mark.layer, mark.names[i])
-        return found
 
 
 def size_of(steps: Sequence[Any], aval: Any) -> float:
@@ -813,16 +793,17 @@ class Planned(HookedFunction):
         code = prepared(self.jaxpr, self.outside, around, has_bodies)
         run = lambda *args: eval_jaxpr(code, (), *args)  # noqa: E731
         derivative = derivative_of(run, types, nonzero, self.name)
-        origins = None
+        origin = None
         if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
             # What a loop carries is computed by the loop.
             loop = around.within[-1].primitive.name if around.within else ""
             carried = dataclasses.replace(outer, operation=loop)
-            n = len(derivative.consts)
-            given = [*[Origin()] * n, *[carried if x is False else Origin() for x in self.outside]]
-            origins = _Origins(derivative, self.jaxpr, outer, given)
-        return Plan(derivative, around.pair, self.outside, self.name, origins, around.budget.price)
+            inputs = derivative.forward.invars[len(derivative.consts) :]
+            given = {v: carried if x is False else Origin() for v, x in zip(inputs, self.outside, strict=True)}
+            program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
+            origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
+        return Plan(derivative, around.pair, self.outside, self.name, origin, around.budget.price)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         __tracebackhide__ = True
