@@ -57,7 +57,7 @@ class Predicate:
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only
         self.takes_array_alone = _takes(only, 1)
-        self.was_true = self.was_reported = False
+        self.was_true = False
         self.seen: dict[str, None] = {}  # tensors for which it was False, until it is True
 
     def __call__(self, array: Any, origin: Origin) -> bool:
@@ -101,10 +101,6 @@ def _stacklevel_of_user() -> int:
     return is_own.index(True) + 1 if any(is_own) else 2
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=_stacklevel_of_user())
-
-
 def _shown(value: Any) -> str:
     name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
     return " ".join(repr(value).split()) if name is None else str(name)
@@ -118,8 +114,7 @@ class _RemembersInitArguments:
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
-    # Here, for the `repr` of a pair whose `__init__` raised an error.
-    _was_entered = _was_reported = False
+    _was_entered = False  # here, for the `repr` of a pair whose `__init__` raised an error
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -218,7 +213,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         if type(self).__init__ is owner.__init__:
             self._key = key_of(type(self)), *values
         self._pair = Pair(steps, self._key, store_of(self._key), **options)
-        self._told: set[str] = set()  # warnings about plans
+        self._told: set[Any] = set()  # keys of the warnings that were given
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, saved_tensors_hooks) and self._key == other._key
@@ -278,14 +273,10 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         return hooked
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            _warn(message)
-
-    def _tell(self, is_idle: bool) -> None:
-        for message in self._warnings(is_idle):
-            _warn(message)
+    def _warn_once(self, message: str, key: Any = None) -> None:
+        if (key or message) not in self._told:
+            self._told.add(key or message)
+            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=_stacklevel_of_user())
 
     def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a decorated function where JAX traces or differentiates it."""
@@ -295,7 +286,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         self._pair.store.add_owner(self)
         owner = type(self).__name__
         try:
-            result = call_planned(function, self._pair, args, kwargs, lambda text: self._warn_once(f"{owner}: {text}"))
+            result = call_planned(function, self._pair, args, kwargs, self._warn_once)
         except NotPlannedError as error:
             reason = str(error)
         else:
@@ -310,7 +301,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         if self._pair.needs_plan:
             raise TypeError(f"{owner} plans {name} as a whole, and cannot, since {reason}. {advice}")
         self._warn_once(
-            f"{owner}: {name} runs as in a `with` block, where nothing is planned across operations and about "
+            f"{name} runs as in a `with` block, where nothing is planned across operations and about "
             f"twice as much is kept, since {reason}. {advice}"
         )
         with self:
@@ -349,32 +340,31 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         if kind is None:
             self._tell(is_idle)
 
-    def _warnings(self, is_idle: bool) -> list[str]:
-        """Return warnings, each once per pair. `is_idle`: the block was at top level, and was not that of a loss."""
-        pair, found = self._pair, list[str]()
+    def _tell(self, is_idle: bool) -> None:
+        """Warn of what did nothing. `is_idle`: the block was at top level, and was not that of a loss."""
+        pair = self._pair
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
-        if is_idle and not self._was_reported and hash(pair.key) not in _packed_at_top:
-            self._was_reported = True
-            found.append(
-                f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "
+        if is_idle and hash(pair.key) not in _packed_at_top:
+            self._warn_once(
+                "0 tensors packed. The block stands around code in which JAX differentiates nothing that it can see: "
                 "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
-                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
+                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss)).",
+                "idle",
             )
         if pair.unmatched and any(pair.seen.values()):
             keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()
             kept = [name for name, is_kept in pair.seen.items() if is_kept]
-            found.append(
-                f"{type(self).__name__}: no tensor that code in the block keeps for backward has the name {keys}. "
+            self._warn_once(
+                f"no tensor that code in the block keeps for backward has the name {keys}. "
                 f"The names of these tensors are {_listed(kept)}. What jax.checkpoint computes again is not kept."
             )
         for only in pair.predicates():
-            if only.seen and not only.was_true and not only.was_reported:
-                only.was_reported = True
-                found.append(
-                    f"{type(self).__name__}: the predicate only= was False for each tensor that code in the block "
-                    f"keeps for backward: {_listed(only.seen)}. Nothing was packed."
+            if only.seen and not only.was_true:
+                self._warn_once(
+                    "the predicate only= was False for each tensor that code in the block keeps for backward: "
+                    f"{_listed(only.seen)}. Nothing was packed.",
+                    only,
                 )
-        return found
 
     def close(self) -> None:
         """Drop the packed values that compiled programs hold for this pair. A backward that needs them then fails.
