@@ -233,9 +233,9 @@ class _Residual(NamedTuple):
 
     variable: Any
     tensor: Source
+    operand: Any  # a key of the operand of the pack hook; None if the tensor is not packed
     times: int  # the number of parts of the tensor, such as one per iteration of a scan
     bytes: int  # the size of all parts of the tensor, before packing
-    is_packed: bool
     is_of_host_call: bool
 
     @property
@@ -266,12 +266,12 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     name_of_input = dict(zip(jaxpr.invars, names, strict=True))
     groups: dict[Any, list[_Residual]] = {}
     single: list[SavedTensor] = []
-    for v in dict.fromkeys(jaxpr.outvars):  # a variable that is returned several times is kept once
+    for v in {id(v): v for v in jaxpr.outvars}.values():  # a variable that is returned several times is kept once
         source = program.source(v)
         # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _custom_vjp.py.
         if v.aval.size:
             found = _residual(program, v, source)
-            key = found.tensor.key, found.tensor.times
+            key = found.tensor.key, found.times, found.tensor.aval.shape, found.operand
             # An input that JAX keeps both as such and in other arrays gets two rows.
             is_held = source.is_input and not source.is_part and (key, True) not in groups
             groups.setdefault((key, is_held), []).append(found)
@@ -288,11 +288,11 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
 
 def _residual(program: Program, variable: Any, source: Source) -> _Residual:
     if not source.is_packed:
-        return _Residual(variable, source, source.times, _size(variable.aval), False, False)
-    tensor = program.tensor(source)
+        return _Residual(variable, source, None, source.times, _size(variable.aval), False)
+    tensor, operand = program.tensor(source)
     # Count each iteration that packs the tensor, and all shards of it.
     n_bytes = tensor.times * _size(tensor.aval) * (variable.aval.size // source.aval.size)
-    return _Residual(variable, tensor, tensor.times * source.times, n_bytes, True, source.name == "host_call")
+    return _Residual(variable, tensor, operand, tensor.times * source.times, n_bytes, source.name == "host_call")
 
 
 def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any) -> SavedTensor:
@@ -319,8 +319,8 @@ def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any)
 def _row(
     program: Program, kept: list[_Residual], is_held: bool, name_of_input: Mapping[Any, str], entry: Any
 ) -> SavedTensor:
-    """Return the row of a tensor for which JAX keeps arrays: itself, arrays that a pack hook made of it, or both."""
-    tensor, packed = kept[0].tensor, [x for x in kept if x.is_packed]
+    """Return the row of a tensor for which JAX keeps arrays: copies of it, or what a pack hook made of it."""
+    tensor, n = kept[0].tensor, 1 if kept[0].operand is not None else len(kept)  # each unpacked array is a copy
     notes = program.notes(tensor)
     savers = [note for note in notes if note.layer]
     input_name = name_of_input.get(tensor.variable, "") if tensor.is_input else ""
@@ -341,9 +341,8 @@ def _row(
         name=name,
         shape=tuple(tensor.aval.shape),
         dtype=str(tensor.aval.dtype),
-        # A tensor may be packed into several arrays; without packing, each array is a copy of it.
-        times=max(x.times for x in packed) if packed else sum(x.times for x in kept),
-        bytes=max(x.bytes for x in packed) if packed else sum(x.bytes for x in kept),
+        times=n * kept[0].times,
+        bytes=n * max(x.bytes for x in kept),
         packed_bytes=sum(x.packed_bytes for x in kept),
         host_bytes=sum(x.packed_bytes for x in kept if x.is_on_host),
         source=_line(equations) or line_of(entries[:1]),

@@ -230,7 +230,7 @@ class Program:
         """`code`: the staged function, of which `jaxpr` is a derivative; its operations give the names."""
         self._name_of = names_of_equations(code)
         self._notes = defaultdict[Any, list[Note]](list)
-        self._tensors: dict[Any, Source] = {}
+        self._tensors: dict[Any, tuple[Source, Any]] = {}
         self.frame = Frame(jaxpr, (), None, calls_of)
         self._collect(self.frame)
 
@@ -273,9 +273,11 @@ class Program:
             elif branches := frame.inner(equation):
                 found = [self.source(branch.jaxpr.outvars[i], branch) for branch in branches]
                 first, *rest = sorted(found, key=self._preference)
-                is_stacked = equation.primitive.name == "scan" and i >= scan_counts(equation.params)[1]
+                if aval.shape != variable.aval.shape:  # an inner jaxpr got a slice of the result of this equation
+                    first = first._replace(aval=aval, times=1)
+                elif equation.primitive.name == "scan" and i >= scan_counts(equation.params)[1]:
+                    first = first._replace(times=first.times * equation.params["length"])
                 return first._replace(
-                    times=first.times * (equation.params["length"] if is_stacked else 1),
                     is_part=first.is_part or equation.primitive.name in _BODIES,
                     others=(*first.others, *[x for x in rest if not x.is_placeholder]),
                 )
@@ -288,13 +290,14 @@ class Program:
         """Return the order in which results of the branches of a cond are taken."""
         return not any(note.layer for note in self.notes(source)), source.is_placeholder
 
-    def tensor(self, packed: Source) -> Source:
-        """Return the source of the tensor of which a pack hook computed a value."""
+    def tensor(self, packed: Source) -> tuple[Source, Any]:
+        """Return the source of the tensor of which a pack hook computed a value, and a key of the hook's operand."""
         if packed.key not in self._tensors:
             # An equation of a pack hook may also read constants and the index of the device.
-            operands = [self.source(v, packed.frame) for v in packed.equations[-1].invars]
-            tensors = [self.tensor(x) if x.is_packed else x for x in operands]
-            self._tensors[packed.key] = max(tensors, key=lambda x: (not x.is_constant, x.aval.size), default=packed)
+            operands = [(self.source(v, packed.frame), (packed.frame, id(v))) for v in packed.equations[-1].invars]
+            tensors = [self.tensor(x) if x.is_packed else (x, key) for x, key in operands]
+            size = lambda found: (not found[0].is_constant, found[0].aval.size)  # noqa: E731
+            self._tensors[packed.key] = max(tensors, key=size, default=(packed, None))
         return self._tensors[packed.key]
 
     # -- names -------------------------------------------------------------------------------------------
@@ -313,7 +316,8 @@ class Program:
         notes, others = list[Note](), list[Source]()
         while True:
             notes, others = [*self.notes(source), *notes], [*others, *source.others]
-            if not source.equations or source.layer or not ROWS[source.name].is_view:
+            is_view = bool(source.equations) and ROWS[source.name].is_view and bool(source.equations[-1].invars)
+            if not is_view:
                 break
             operand = self.source(source.equations[-1].invars[0], source.frame)
             if operand.is_constant or operand.is_packed:
