@@ -16,16 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._hooks import (
-    Mark,
-    Origin,
-    Program,
-    Source,
-    hooks_ignored,
-    stage_named,
-    tensors_marked,
-)
-from ._jax.jaxprs import jaxpr_and_consts, line_of
+from ._hooks import Mark, Origin, Program, Source, hooks_ignored, is_reported, stage_named
+from ._jax.jaxprs import jaxpr_and_consts
+from ._jax.jaxprs import line_of as source_line
 from ._jax.rule_function import merge, select
 from ._jax.traces import current, eval_jaxpr
 from ._jax.types import as_arrays, has_tangent, is_ref, is_tensor, typeof
@@ -223,7 +216,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     entry = current()
     with hooks_ignored():
         unpacked = _rows(run, tensors, names, entry)
-    with tensors_marked():  # each tensor that a plan keeps gets a `Mark`, a further residual of size 0
+    with is_reported(True):  # each tensor that a plan keeps gets a `Mark`, a further residual of size 0
         rows = _rows(run, tensors, names, entry)
     return SavedTensorsReport(rows, _device_bytes(unpacked))
 
@@ -291,8 +284,8 @@ def _residual(program: Program, variable: Any, source: Source) -> _Residual:
         return _Residual(variable, source, None, source.times, _size(variable.aval), False)
     tensor, operand = program.tensor(source)
     # Count each iteration that packs the tensor, and all shards of it.
-    n_bytes = tensor.times * _size(tensor.aval) * (variable.aval.size // source.aval.size)
-    return _Residual(variable, tensor, operand, tensor.times * source.times, n_bytes, source.name == "host_call")
+    size = tensor.times * _size(tensor.aval) * (variable.aval.size // source.aval.size)
+    return _Residual(variable, tensor, operand, tensor.times * source.times, size, source.name == "host_call")
 
 
 def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any) -> SavedTensor:
@@ -309,7 +302,7 @@ def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any)
         times=source.times,
         bytes=math.prod(n for n in variable.aval.shape if n) * variable.aval.dtype.itemsize,
         packed_bytes=0,
-        source=_line(equations),
+        source=line_of(equations),
         note=f"computed again from {mark.recomputed_from}",
         is_recomputed=True,
         inside=_inside(equations, mark.origin, entry),
@@ -345,7 +338,7 @@ def _row(
         bytes=n * max(x.bytes for x in kept),
         packed_bytes=sum(x.packed_bytes for x in kept),
         host_bytes=sum(x.packed_bytes for x in kept if x.is_on_host),
-        source=_line(equations) or line_of(entries[:1]),
+        source=line_of(equations) or source_line(entries[:1]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
         inside=_inside(equations, next(iter(origins), None), entry),
     )
@@ -358,6 +351,6 @@ def _inside(equations: Sequence[Any], origin: Origin | None, entry: Any) -> tupl
     return Origin(sources=tuple(e.source_info for e in equations), block=entry).inside if equations else ()
 
 
-def _line(equations: Sequence[Any]) -> str:
+def line_of(equations: Sequence[Any]) -> str:
     # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
-    return line_of([equation.source_info for equation in equations])
+    return source_line([equation.source_info for equation in equations])

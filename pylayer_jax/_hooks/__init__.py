@@ -25,7 +25,7 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    F. A view has the origin of its operand.
 """
 
-from .active import active_pair, hooks_ignored, hooks_suspended, tensors_marked
+from .active import hooks_ignored, is_reported
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
 from .operations import layers_pack_themselves, mark_as_computed, saver_of
 from .origins import LayerFunction, Mark, Program, Source
@@ -39,16 +39,14 @@ __all__ = [
     "Origin",
     "Program",
     "Source",
-    "active_pair",
     "disable_saved_tensors_hooks",
     "held",
     "hooks_ignored",
-    "hooks_suspended",
+    "is_reported",
     "keeps_residuals",
     "layers_pack_themselves",
     "mark_as_computed",
     "saved_tensors_hooks",
     "saver_of",
     "stage_named",
-    "tensors_marked",
 ]

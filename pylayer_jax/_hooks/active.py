@@ -125,9 +125,9 @@ def innermost_block() -> Block | None:
 
 def entered_block(pair: Pair) -> Block | None:
     """Return the innermost open block of `pair` in the current thread and asyncio task."""
-    block = _open(_entered.get())
+    block = _entered.get()
     while block is not None and block.value is not pair:
-        block = _open(block.outer)
+        block = block.outer
     return block
 
 
@@ -147,13 +147,5 @@ def hooks_suspended() -> contextlib.AbstractContextManager[None]:
     return active(SUSPENDED)
 
 
-# -- for the report ----------------------------------------------------------------------------------------
-
-
 def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
     return active(OFF)
-
-
-def tensors_marked() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which each tensor that a plan keeps gets a `Mark`, by which the report finds it."""
-    return is_reported(True)

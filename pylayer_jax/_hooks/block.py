@@ -284,7 +284,6 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         self._check_enabled()
         self._was_entered = True
         self._pair.store.add_owner(self)
-        owner = type(self).__name__
         try:
             result = call_planned(function, self._pair, args, kwargs, self._warn_once)
         except NotPlannedError as error:
@@ -299,7 +298,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             f"split_inputs(packer(merge_inputs({name})))."
         )
         if self._pair.needs_plan:
-            raise TypeError(f"{owner} plans {name} as a whole, and cannot, since {reason}. {advice}")
+            raise TypeError(f"{type(self).__name__} plans {name} as a whole, and cannot, since {reason}. {advice}")
         self._warn_once(
             f"{name} runs as in a `with` block, where nothing is planned across operations and about "
             f"twice as much is kept, since {reason}. {advice}"

@@ -38,7 +38,7 @@ from pylayer_jax._trees import WeakTable
 from .active import OFF, PLANNED, Block, active, active_pair, hooks_suspended, innermost_block
 from .pack import Pair
 from .planned import Budget, Planned, Surroundings, staged
-from .primitives import JITTED, ROWS, Row, is_number
+from .primitives import JITTED, ROWS, is_number
 from .saving import Saver, UsersRule
 
 # -- one operation -----------------------------------------------------------------------------------------
@@ -53,13 +53,10 @@ class Operation(NamedTuple):
     params: dict[str, Any] = {}
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
-    @property
-    def row(self) -> Row:
-        return ROWS[self.kind]
-
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
         """Return whether the vjp keeps no array that hooks pack."""
-        return self.row.keeps_nothing or (self.row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
+        row = ROWS[self.kind]
+        return row.keeps_nothing or (row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
 
 
 def _is_view(name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> bool:

@@ -34,7 +34,7 @@ from pylayer_jax._jax.rule_function import (
 from pylayer_jax._jax.transparency import Identity, PartialFunction
 
 from .pack import PACK_SCOPE, Origin
-from .primitives import JITTED, ROWS
+from .primitives import BODIES, JITTED, ROWS
 
 # -- functions that leave notes ----------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Frame:
             found = inner_jaxprs(equation.params)
             function = _nested_functions(equation)[-1]
             is_opaque = isinstance(function, (LayerFunction, Mark))
-            if is_opaque or not (equation.primitive.name in _BODIES or _only_calls(equation, found)):
+            if is_opaque or not (equation.primitive.name in BODIES or _only_calls(equation, found)):
                 found = []
             around = self.equations_to(equation)
             self._inner[id(equation)] = [Frame(jaxpr, around, self, {}) for jaxpr in found]
@@ -148,9 +148,6 @@ class Frame:
             if n_consts <= place < n_consts + n_carry:  # the scan computes it
                 return None
         return equation.invars[place]
-
-
-_BODIES: Final = ("scan", "cond", "shard_map")
 
 
 def _only_calls(equation: Any, inner: Sequence[Any]) -> bool:
@@ -272,23 +269,20 @@ class Program:
                 variable = equation.invars[i]
             elif branches := frame.inner(equation):
                 found = [self.source(branch.jaxpr.outvars[i], branch) for branch in branches]
-                first, *rest = sorted(found, key=self._preference)
+                is_saved = lambda x: any(note.layer for note in self.notes(x))  # noqa: E731
+                first, *rest = sorted(found, key=lambda x: (not is_saved(x), x.is_placeholder))
                 if aval.shape != variable.aval.shape:  # an inner jaxpr got a slice of the result of this equation
                     first = first._replace(aval=aval, times=1)
                 elif equation.primitive.name == "scan" and i >= scan_counts(equation.params)[1]:
                     first = first._replace(times=first.times * equation.params["length"])
                 return first._replace(
-                    is_part=first.is_part or equation.primitive.name in _BODIES,
+                    is_part=first.is_part or equation.primitive.name in BODIES,
                     others=(*first.others, *[x for x in rest if not x.is_placeholder]),
                 )
             else:
                 return Source(frame, variable, frame.equations_to(equation), aval)
         is_carried = frame.outer is not None and not is_literal(variable) and variable in frame.jaxpr.invars
         return Source(frame, variable, frame.equations if is_carried else (), aval)
-
-    def _preference(self, source: Source) -> tuple[bool, bool]:
-        """Return the order in which results of the branches of a cond are taken."""
-        return not any(note.layer for note in self.notes(source)), source.is_placeholder
 
     def tensor(self, packed: Source) -> tuple[Source, Any]:
         """Return the source of the tensor of which a pack hook computed a value, and a key of the hook's operand."""
@@ -334,7 +328,12 @@ class Program:
         names = [note.name for note in notes if not note.layer]
         found = tuple(self.origin(x, outer, given) for x in others)
         own = dataclasses.replace(own, name=names[-1] if names else own.name, others=found or own.others)
-        return with_saver(own, savers[0].layer, savers[0].name) if savers else own
+        if not savers:
+            return own
+        # A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
+        layer, name = savers[0][:2]
+        keeps_name = own.name and name.startswith(("saved[", "ctx."))
+        return dataclasses.replace(own, layer=own.layer or layer, name=own.name if keeps_name else name)
 
 
 def names_of_equations(jaxpr: Any) -> dict[Any, str]:
@@ -349,9 +348,3 @@ def names_of_equations(jaxpr: Any) -> dict[Any, str]:
         elif equation.source_info.traceback is not None:
             name_of[equation.source_info.traceback] = equation.params["name"] if is_call else equation.primitive.name
     return name_of
-
-
-def with_saver(own: Origin, layer: str, name: str) -> Origin:
-    # A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
-    is_default = name.startswith(("saved[", "ctx."))
-    return dataclasses.replace(own, layer=own.layer or layer, name=own.name if is_default and own.name else name)

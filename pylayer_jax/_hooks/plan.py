@@ -129,7 +129,7 @@ _FREE: Final = Made(frozenset(), frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
-    """The forward pass of a function, from which backward needs the `residuals`.
+    """The forward pass of a function, from which backward needs residuals.
 
     `outside` has the inputs that are kept anyway. `keeping` returns how a variable would be kept.
     """
@@ -137,7 +137,6 @@ class Graph:
     def __init__(
         self,
         jaxpr: Any,
-        residuals: Sequence[Any],
         pair: Pair,
         outside: Collection[Any],
         keeping: Callable[[Any], Keeping],
@@ -146,11 +145,11 @@ class Graph:
         operation_of: Mapping[Any, Any],
     ) -> None:
         self.jaxpr, self.pair = jaxpr, pair
-        self.residuals = residuals  # distinct variables
         self._read = {id(e): variables(e.invars) for e in jaxpr.eqns}
         self.position = {v: i for i, v in enumerate([v for e in jaxpr.eqns for v in e.outvars])}
         self.maker: dict[Any, Any] = {v: e for e in jaxpr.eqns for v in e.outvars}
         self.operations_of = operations_of  # residual -> the operations whose derivatives read it
+        self.residuals = list(operations_of)
         self._operation_of = operation_of  # variable -> the operation of its equation
         self._keeping, self._of_keeping = keeping, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how

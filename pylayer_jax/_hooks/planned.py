@@ -34,7 +34,6 @@ from pylayer_jax._jax.jaxprs import (
     variables,
 )
 from pylayer_jax._jax.rule_function import (
-    LinearMap,
     Values,
     apply,
     merge,
@@ -73,12 +72,13 @@ from .active import PLANNED, active, hooks_suspended, is_reported
 from .origins import Mark, Program
 from .pack import Origin, Pair, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
-from .primitives import JITTED, ROWS, UNKNOWN, fold, leaves_of
+from .primitives import BODIES, JITTED, ROWS, UNKNOWN, fold, leaves_of
 from .saving import (
     Held,
     HookedFunction,
     Linearized,
     Passage,
+    Pullback,
     SavedByRule,
     Saver,
     UsersRule,
@@ -89,7 +89,6 @@ from .saving import (
     numbered,
     outside_blocks,
     pulled,
-    transposed,
     waiting,
 )
 
@@ -150,7 +149,7 @@ def _is_held(equation: Any, index: int) -> bool:
     """Return whether a result of an equation is `Held` in its inner jaxprs."""
     if isinstance(mark_of(equation), Held):
         return True
-    if equation.primitive.name not in (*_BODIES, *JITTED):
+    if equation.primitive.name not in (*BODIES, *JITTED):
         return False
     for jaxpr in inner_jaxprs(equation.params):
         maker = {v: e for e in jaxpr.eqns for v in e.outvars}
@@ -171,8 +170,8 @@ class Budget:
 
     def __init__(self, price: float = math.inf) -> None:
         self.price = price
-        # planned function -> its plan, the number of its runs, and the equation of which it is one branch. (No ids as
-        # keys: a function within a body may be gone when the next one is made.)
+        # planned function -> its plan, the number of its runs, and the equations around it, which branches of a cond
+        # share. (No ids as keys: a function within a body may be gone when the next one is made.)
         self.plans: dict[Any, tuple[Plan, int, Any]] = {}
 
     def bytes_at(self, price: float) -> float:
@@ -203,8 +202,16 @@ class Surroundings(NamedTuple):
     pair: Pair
     entry: Any  # source information of the call
     budget: Budget
-    times: int = 1  # how often the body runs
-    within: tuple[Any, ...] = ()  # the equations around the body
+    path: tuple[Any, ...] = ()  # the equations around the body, and calls of jitted functions that hold them
+
+    @property
+    def within(self) -> list[Any]:
+        return [e for e in self.path if e.primitive.name in BODIES]
+
+    @property
+    def times(self) -> int:
+        """How often the body runs."""
+        return math.prod(e.params["length"] for e in self.within if e.primitive.name == "scan")
 
 
 def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool) -> Any:
@@ -227,15 +234,15 @@ def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings,
         (code,) = inner
         names = _primitives_in(code)
         has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
-        if not has_rules and not (has_bodies and not names.isdisjoint(_BODIES)):
+        if not has_rules and not (has_bodies and not names.isdisjoint(BODIES)):
             return e
-        changed = prepared(code, is_free, around, has_bodies)
+        # Calls of one jitted function share its equations, and each keeps its own residuals.
+        changed = prepared(code, is_free, around._replace(path=(*around.path, e)), has_bodies)
         return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})
-    if not has_bodies or name not in _BODIES or any(jaxpr_and_consts(p)[1] for p in _jaxprs_of(params)):
+    if not has_bodies or name not in BODIES or any(j.constvars for j in inner):
         return e
     if name == "scan":
         n_consts, n_carry = scan_counts(params)
-        around = around._replace(times=around.times * params["length"])
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
         return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})
     if name == "cond":
@@ -257,13 +264,6 @@ def _primitives_in(jaxpr: Any) -> frozenset[str]:
     return found
 
 
-_BODIES: Final = ("scan", "cond", "shard_map")
-
-
-def _jaxprs_of(params: dict[str, Any]) -> list[Any]:
-    return [p for p in (params.get("jaxpr"), *params.get("branches", ())) if hasattr(p, "consts")]
-
-
 def _with_consts(jaxpr: Any, like: Any) -> Any:
     return like.replace(jaxpr=jaxpr) if hasattr(like, "jaxpr") and like.jaxpr is not like else jaxpr
 
@@ -272,7 +272,7 @@ def _planned_body(body: Any, outside: Sequence[bool], around: Surroundings, equa
     """Return a jaxpr whose only equation is a planned function of this body."""
     if not body.eqns:
         return as_parameter(body)
-    around = around._replace(within=(*around.within, equation))
+    around = around._replace(path=(*around.path, equation))
     function = Planned(body, outside, f"the body of a {equation.primitive.name}", around)
     inputs = [Var(v.aval) for v in body.invars]
     outputs = [Var(v.aval) for v in body.outvars]
@@ -457,7 +457,7 @@ class Plan:
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         self.held &= self.maker.keys()
-        bodies = [e for e in forward.eqns if e.primitive.name in _BODIES]
+        bodies = [e for e in forward.eqns if e.primitive.name in BODIES]
         self.held |= {v for e in bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
         places = [*[None] * len(derivative.consts), *outside]
         is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
@@ -470,7 +470,6 @@ class Plan:
                 self._constants.update(e.outvars)
         self.graph = Graph(
             forward,
-            list(readers),
             pair,
             free,
             self._keeping,
@@ -614,19 +613,12 @@ class Plan:
         _evaluate(self.derivative, missing, values)
         found: list[Any] = []
         if is_reported.value:
-            from_ = {v: ", ".join(dict.fromkeys(map(self._shown, self.sources(v)))) or "inputs" for v in again}
-            for v in (*self.kept, *again):
-                if is_tracer(values[v]):
-                    found += apply(Mark(typeof(values[v]), self.origin(v), from_.get(v)), [values[v]])
+            name_of = {v: next(iter(self.origin(v).keys), "") for v in self.kept}
+            for v in filter(lambda v: is_tracer(values[v]), (*self.kept, *again)):
+                names = dict.fromkeys(name_of[x] for x in self._needed([v]) if x in name_of)
+                from_ = (", ".join(names) or "inputs") if v in self.made else None
+                found += apply(Mark(typeof(values[v]), self.origin(v), from_), [values[v]])
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if self.graph.keeping(v).steps])])
-
-    def _shown(self, v: Any) -> str:
-        return next(iter(self.origin(v).keys), "")
-
-    def sources(self, v: Any) -> list[Any]:
-        """Return the kept variables from which backward computes a variable."""
-        kept = set(self.kept)
-        return [x for x in self._needed([v]) if x in kept]
 
     def _packed(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
@@ -718,7 +710,7 @@ class _BackwardRun:
         return list(order.values()), arrays_of
 
 
-class PlannedPullback(LinearMap):
+class PlannedPullback(Pullback):
     """The derivative of a planned function."""
 
     def __init__(self, plan: Plan, residuals: Sequence[Any], n_arrays: int) -> None:
@@ -735,10 +727,6 @@ class PlannedPullback(LinearMap):
             residual_of = dict(zip([*self._plan.free, *self._plan.kept], found, strict=True))
             backward = self._plan.derivative.backward(used)
             return _BackwardRun(self._plan, backward, residual_of, select(cotangents, used)).run()
-
-    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
-        return transposed(self, residuals, tangents)
 
 
 class Planned(HookedFunction):
@@ -761,7 +749,8 @@ class Planned(HookedFunction):
         if key not in self._plans:
             self._plans[key] = self._new_plan(types, nonzero, has_bodies)
         plan, around = self._plans[key], self.around
-        around.budget.plans[self] = plan, around.times, around.within[-1] if around.within else self
+        if around.within and around.pair.limit is not None:
+            around.budget.plans[self] = plan, around.times, around.path
         return plan
 
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:

@@ -24,6 +24,7 @@ from pylayer_jax._jax.traces import Var, is_tracer
 from pylayer_jax._jax.types import typeof
 
 JITTED: Final = ("jit",)
+BODIES: Final = ("scan", "cond", "shard_map")
 
 
 class Error(enum.IntEnum):
@@ -139,21 +140,17 @@ def _always(_: Any, __: Sequence[Operand]) -> bool:
 
 
 def _of_integers(equation: Any, operands: Sequence[Operand]) -> bool:
-    return _is_integer(equation.outvars[0].aval) and all(_is_integer(x.aval) for x in operands)
-
-
-def _is_integer(aval: Any) -> bool:
-    return _is_integer_dtype(aval.dtype)
+    return _is_integer(equation.outvars[0].aval.dtype) and all(_is_integer(x.aval.dtype) for x in operands)
 
 
 @functools.cache
-def _is_integer_dtype(dtype: Any) -> bool:
+def _is_integer(dtype: Any) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _widens(equation: Any, operands: Sequence[Operand]) -> bool:
     (x,) = operands
-    return _is_integer(x.aval) or np.can_cast(x.aval.dtype, equation.params["new_dtype"])
+    return _is_integer(x.aval.dtype) or np.can_cast(x.aval.dtype, equation.params["new_dtype"])
 
 
 def _to_float(equation: Any, operands: Sequence[Operand]) -> bool:
@@ -239,9 +236,6 @@ def _rows() -> dict[str, Row]:
             found = found | {Error.OVERFLOWING: found[Error.UNKNOWN]}
         return {name: Row(found, **facts) for name in names.split()}
 
-    # Costly operations, which backward repeats only to meet a limit.
-    costs: dict[str, Any] = {"costs": True}
-
     def elementwise(range_: Condition | None = None, integers: bool = False) -> dict[Error, Condition]:
         found = {exact: _always, relative: _always}
         return found | ({Error.RANGE: range_} if range_ else {}) | ({Error.UNKNOWN: _of_integers} if integers else {})
@@ -263,14 +257,15 @@ def _rows() -> dict[str, Row]:
         **row("pvary", everywhere, is_move=True, **view),
         **row("device_put sharding_constraint", **view),
         # A slice, and a reversal, communicate along a sharded axis.
-        **row("rev slice split unstack", **view, **costs),
-        **row("dynamic_slice", is_view=True, **costs),
+        **row("rev slice split unstack", **view, costs=True),
+        **row("dynamic_slice", is_view=True, costs=True),
         **row("convert_element_type", cast, **view),
         **row("new_ref psum real imag", keeps_nothing=True),
-        **row("concatenate pad reduce_sum", keeps_nothing=True, **costs),
-        **row("cumsum cumlogsumexp cummax cummin cumprod gather reduce_and reduce_max reduce_min reduce_or", **costs),
-        **row("bitcast_convert_type random_bits random_fold_in random_seed random_unwrap random_wrap", **costs),
-        **row("shift_left shift_right_arithmetic shift_right_logical threefry2x32", **costs),
+        **row("concatenate pad reduce_sum", keeps_nothing=True, costs=True),
+        **row("cumsum cumlogsumexp cummax cummin cumprod gather", costs=True),
+        **row("reduce_and reduce_max reduce_min reduce_or", costs=True),
+        **row("bitcast_convert_type random_bits random_fold_in random_seed random_unwrap random_wrap", costs=True),
+        **row("shift_left shift_right_arithmetic shift_right_logical threefry2x32", costs=True),
         **row("neg", everywhere, keeps_nothing=True),
         **row("add add_any sub", sums, keeps_nothing=True),
         **row("mul", elementwise(_either(_moves_range_once, _within, _near_one), integers=True), keeps_numbers=True),
@@ -290,7 +285,7 @@ def _rows() -> dict[str, Row]:
         **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
         **row("reduce_window_max reduce_window_min select_and_gather_add", needs_exact=True),
         **row("custom_linear_solve triangular_solve", needs_exact=True),
-        **row("conv_general_dilated dot_general ragged_dot_general", is_product=True, **costs),
+        **row("conv_general_dilated dot_general ragged_dot_general", is_product=True, costs=True),
     }
 
 

@@ -71,19 +71,12 @@ class SavedByRule(Identity):
 
     name = "saved"
 
-    def __init__(
-        self, types: Sequence[Any], layer: str = "", names: Sequence[str] = (), is_exact: bool = False
-    ) -> None:
+    def __init__(self, types: Sequence[Any], layer: str = "", is_exact: bool = False) -> None:
         super().__init__(types)
-        self.layer, self.names, self.is_exact = layer, names, is_exact
+        self.layer, self.is_exact = layer, is_exact
 
     def of(self, types: Sequence[Any]) -> Identity:
-        return SavedByRule(types, self.layer, self.names, self.is_exact)
-
-    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        names = select(self.names, used) if self.names else ()
-        part = SavedByRule(select([v.aval for v in self.jaxpr.outvars], used), self.layer, names, self.is_exact)
-        return part, list(used)
+        return SavedByRule(types, self.layer, self.is_exact)
 
 
 def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
@@ -196,7 +189,7 @@ class Saver:
         # of it, in which the primals are known.
         with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
             if active.value is PLANNED and (self.pair is None or self.is_inner):
-                mark = SavedByRule([typeof(x) for x in tensors], self.layer, names[: len(tensors)], self.is_exact)
+                mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
                 return None, list(tensors), list(outputs)
@@ -344,7 +337,16 @@ class UsersRule(HookedFunction):
         return values, linear, arrays, passage.nonzero
 
 
-class _RulePullback(LinearMap):
+class Pullback(LinearMap):
+    """A linear map that is given by its transpose."""
+
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types]
+        return list(jax.linear_transpose(lambda *given: self.transpose(residuals, given), *types)(list(tangents)))
+
+
+class _RulePullback(Pullback):
     def __init__(
         self,
         name: str,
@@ -366,9 +368,6 @@ class _RulePullback(LinearMap):
                 residuals, cotangents = unpacked.all(), unpacked.cotangents
             pullback = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
             return pulled(pullback, self._passage, cotangents, self._value_types, self.name)
-
-    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        return transposed(self, residuals, tangents)
 
 
 class Passage:
@@ -461,9 +460,3 @@ def pulled(pullback: Any, passage: Passage, cotangents: Sequence[Any], value_typ
             "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
         )
     return [x if i in pull.reached else None for i, x in enumerate(found)]
-
-
-def transposed(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-    types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in linear.types)
-    transpose = jax.linear_transpose(lambda *cotangents: linear.transpose(residuals, cotangents), *types)
-    return list(transpose(list(tangents)))

@@ -133,6 +133,20 @@ def test_one_budget_for_the_iterations_of_a_loop():
     assert bytes_held(recompute_saved(limit=carry)(scan)) <= carry
 
 
+def test_each_call_of_a_jitted_loop_counts():
+    @jax.jit
+    def inner(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None), x, ws)[0]
+
+    def loss(ws, x):
+        for _ in range(3):  # the calls share the equations of one jaxpr
+            x = inner(x, ws)
+        return jnp.mean(x)
+
+    limit = 5 * len(W) * X.nbytes
+    assert bytes_held(recompute_saved(limit=limit)(loss)) <= limit < bytes_held(recompute_saved()(loss))
+
+
 def test_loops_within_loops():
     def outer(ws, x):
         def body(x, w):
