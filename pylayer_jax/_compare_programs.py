@@ -4,8 +4,7 @@
     plain            2.75 MiB  9.00 MiB         5.00 MiB          107 M  ...
     8 bits    1.08 MiB (0.39)  7.33 MiB  0.84 MiB (0.17)   134 M (1.25)  ...             0.0011
 
-First `saved_tensors_report` traces each program, so that a wrong program raises its error before XLA spends minutes on
-the others. Then each gradient is compiled, and runs once. At the end all run in turn, to measure their times.
+A report traces each program first, so that a wrong one raises its error before XLA spends minutes on the others.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from timeit import timeit
 from typing import Any, Final
 
 import jax
@@ -25,16 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._jax.jaxprs import has_equation
-from ._jax.rule_function import merge, select
 from ._jax.types import has_tangent, is_tensor
 from ._messages import bytes_of, describe
 from ._report import function_of, html_table, progress, saved_tensors_report, text_table, type_of
 from ._trees import split
 from .packers import cast_saved, quantize_saved, recompute_saved
 
+_Traced = tuple[Any, Callable[..., Any], int]  # name, program, bytes that it holds
 _BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _COUNTS: Final = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SECONDS: Final = {"µs": 1e-6, "ms": 1e-3, "s": 1}
+_MOST_TRIED: Final = 6
+_NEAR: Final = 0.02
 _SECONDS_PER_ROUND: Final = 0.01  # a shorter step is repeated in each round
 
 
@@ -63,7 +65,7 @@ class ProgramComparison:
     """Result of `compare_programs`: a table with one row per program."""
 
     rows: list[ComparedProgram]
-    _limited: _Limited | None = dataclasses.field(default=None, compare=False)  # of one function: more ways to run it
+    _compiler: _Compiler | None = dataclasses.field(default=None, compare=False)  # set if one function was compared
 
     def __repr__(self) -> str:
         titles, rows = self._table()
@@ -73,34 +75,36 @@ class ProgramComparison:
         return html_table(*self._table(), self._caption())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles of the columns, and for each row the texts of its cells."""
         rows = self.rows
 
-        def counted(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-            # There is no ratio where only one of a program and the first has a loop.
-            choices = zip(rows, _with_ratios(values, units), _in_unit(values, units), strict=True)
-            texts = [with_ratio if r.has_loop == rows[0].has_loop else count for r, with_ratio, count in choices]
-            return [f"≥ {x}" if r.has_loop and x else x for r, x in zip(rows, texts, strict=True)]
+        def with_ratios(values: Sequence[float | None], units: Mapping[str, float], counts: bool = False) -> list[str]:
+            """Return cells with the ratio to the first. `counts` are too small in programs with a loop."""
+            cells = _in_unit(values, units)
+            for i, (row, value) in enumerate(zip(rows, values, strict=True)):
+                is_comparable = row.has_loop == rows[0].has_loop or not counts
+                if i and is_comparable and values[0] and value is not None:
+                    cells[i] += f" ({value / values[0]:.2f})"
+                if row.has_loop and counts and cells[i]:
+                    cells[i] = f"≥ {cells[i]}"
+            return cells
 
         columns = {
             "program": [r.name for r in rows],
-            "temporary memory": _with_ratios([r.temp_bytes for r in rows], _BYTES),
-            "peak": _with_ratios([r.peak_bytes for r in rows], _BYTES),
-            "held": _with_ratios([r.held_bytes for r in rows], _BYTES),
-            "operations": counted([r.operations for r in rows], _COUNTS),
-            "transcendental": counted([r.transcendentals for r in rows], _COUNTS),
-            "bytes accessed": counted([r.accessed_bytes for r in rows], _BYTES),
+            "temporary memory": with_ratios([r.temp_bytes for r in rows], _BYTES),
+            "peak": with_ratios([r.peak_bytes for r in rows], _BYTES),
+            "held": with_ratios([r.held_bytes for r in rows], _BYTES),
+            "operations": with_ratios([r.operations for r in rows], _COUNTS, counts=True),
+            "transcendental": with_ratios([r.transcendentals for r in rows], _COUNTS, counts=True),
+            "bytes accessed": with_ratios([r.accessed_bytes for r in rows], _BYTES, counts=True),
             "trace": _in_unit([r.trace_seconds for r in rows], _SECONDS),
             "compile": _in_unit([r.compile_seconds for r in rows], _SECONDS),
         }
         if any(r.step_seconds for r in rows):
-            low, middle, high = zip(
-                *(np.quantile(r.step_seconds or (0,), (0.25, 0.5, 0.75)) for r in rows), strict=True
-            )
-            unit = _unit(middle, _SECONDS)
-            texts = [[_three_digits(s / _SECONDS[unit]) for s in each] for each in (low, middle, high)]
-            steps = [f"{m} {unit} [{a}, {b}]" for a, m, b in zip(*texts, strict=True)]
-            columns["step"] = [step if r.step_seconds else "" for r, step in zip(rows, steps, strict=True)]
+            quartiles = [[float(np.quantile(r.step_seconds or 0, q)) for r in rows] for q in (0.25, 0.5, 0.75)]
+            unit = _unit(quartiles[1], _SECONDS)
+            texts = [[_three_digits(s / _SECONDS[unit]) for s in each] for each in quartiles]
+            steps = zip(rows, *texts, strict=True)
+            columns["step"] = [f"{m} {unit} [{a}, {b}]" if r.step_seconds else "" for r, a, m, b in steps]
         if any(r.error is not None for r in rows):
             columns["error of value"] = ["" if r is rows[0] else f"{r.value_error:.2g}" for r in rows]
             columns["error of gradient"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
@@ -108,12 +112,10 @@ class ProgramComparison:
 
     def _caption(self) -> str:
         plain, loops = self.rows[0], [r.name for r in self.rows if r.has_loop]
-        first, temp = plain.name, plain.temp_bytes or math.inf
-        elsewhere = [
-            r.name for r in self.rows if r.held_bytes < plain.held_bytes / 2 and (r.temp_bytes or 0) > 0.9 * temp
-        ]
+        packed = [r for r in self.rows if r.held_bytes < plain.held_bytes / 2]
+        elsewhere = [r.name for r in packed if (r.temp_bytes or 0) > 0.9 * (plain.temp_bytes or math.inf)]
         parts = {
-            f"in parentheses: relative to {first}": len(self.rows) > 1,
+            f"in parentheses: relative to {plain.name}": len(self.rows) > 1,
             "peak: with arguments and results; the state of an optimizer comes on top": True,
             "in brackets: quartiles": any(r.step_seconds for r in self.rows),
             f"≥: XLA counts the operations in the body of a loop once ({', '.join(loops)})": loops,
@@ -129,10 +131,10 @@ class ProgramComparison:
             >>> loss = comparison.within("2 MiB").program
 
         Among errors that differ by at most 1e-5, the fewest operations decide. If nothing was run, the first row that
-        fits is returned, an exact one if there is any. If one function was compared and does not fit as it is, this
-        method looks for the limit of `recompute_saved` with the fewest operations that fits, and compiles up to six
-        more programs, which become rows. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has
-        to hold one gradient with its arguments, but not the state of an optimizer.
+        fits is returned, an exact one if there is any. If one function was compared and does not fit as it is, up to
+        six further limits of `recompute_saved` are compiled and become rows, to find the one with the fewest operations
+        that fits. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one gradient
+        with its arguments, but not the state of an optimizer.
 
         Raises:
             ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
@@ -140,34 +142,53 @@ class ProgramComparison:
         limit = bytes_of(memory, "within")
         if unknown := [r.name for r in self.rows if r.peak_bytes is None]:
             raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
-        if self._limited is not None and (self.rows[0].peak_bytes or 0) > limit:
-            self._limited.search(self.rows, limit)
-        # If the gradient of the first program has a NaN, all errors are NaN, and none is worse than the first.
-        has_nan = [math.isnan(r.error or 0) and not math.isnan(self.rows[0].error or 0) for r in self.rows]
-        usable = [(r, r.peak_bytes or 0) for r, has in zip(self.rows, has_nan, strict=True) if not has]
-        fitting = [r for r, peak in usable if peak <= limit]
+        if self._compiler is not None and (self.rows[0].peak_bytes or 0) > limit:
+            self._search(self._compiler, limit)
+        first_is_nan = math.isnan(self.rows[0].error or 0)
+
+        def error(row: ComparedProgram) -> float:
+            # If the gradient of the first program has a NaN, no NaN makes another program unusable.
+            return math.inf if first_is_nan and math.isnan(row.error or 0) else row.error or 0.0
+
+        usable = [r for r in self.rows if not math.isnan(error(r))]
+        fitting = [r for r in usable if (r.peak_bytes or 0) <= limit]
         if not fitting:
-            row, size = min(usable, key=lambda pair: pair[1])
-            peak, more = (_in_unit([x], _BYTES)[0] for x in (size, size - limit))
-            why = "".join(f" The gradient of {r.name} has a NaN." for r in select(self.rows, has_nan))
+            row = min(usable, key=lambda r: r.peak_bytes or 0)
+            peak, more = (_in_unit([x], _BYTES)[0] for x in (row.peak_bytes, (row.peak_bytes or 0) - limit))
+            why = "".join(f" The gradient of {r.name} has a NaN." for r in self.rows if math.isnan(error(r)))
             raise ValueError(f"within({memory!r}): no program fits. {row.name} takes least, {peak}: {more} more.{why}")
+        best = [r for r in fitting if error(r) <= 1e-5 + min(map(error, fitting))]
         if fitting[0].error is None:
-            exact = [r for r in fitting if self._limited is not None and r in _exact(self.rows)]
-            return min(exact or fitting[:1], key=lambda r: r.operations or 0)
-        errors = [math.inf if r.error is None or math.isnan(r.error) else r.error for r in fitting]
-        best = [r for r, error in zip(fitting, errors, strict=True) if error <= min(errors) + 1e-5]
+            exact = self.rows[:-2] if self._compiler is not None else fitting[:1]
+            best = [r for r in fitting if r in exact] or fitting[:1]
         return min(best, key=lambda r: r.operations or 0)
 
-    def plot(self, ax: Any = None) -> Any:
-        """Draw the memory of each program against its operations, on `ax` or on new axes, and return the axes.
+    def _search(self, compiler: _Compiler, memory: float) -> None:
+        """Add rows, by bisection, until that with the fewest operations is known which is exact and fits."""
+        rows = self.rows
+        with progress() as show:
+            for _ in range(_MOST_TRIED):
+                exact = sorted(rows[1:-2], key=lambda row: row.held_bytes)
+                held, peaks = [0, *[row.held_bytes for row in exact]], [row.peak_bytes or 0 for row in exact]
+                fitting = [i for i, peak in enumerate(peaks, 1) if peak <= memory]
+                i = fitting[-1] if fitting else 1 + peaks.index(min(peaks))
+                # Where nothing fits, the peak may be lower on both sides: less is held, or less is computed at once.
+                gaps = [*itertools.pairwise(held[i if fitting else i - 1 : i + 2])][::-1]
+                low, high = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+                pair = _with_limit((low + high) / 2)
+                if high - low <= _NEAR * high or any(row.name == repr(pair) for row in rows):
+                    return
+                row, _ = compiler.compile(*compiler.trace(repr(pair), pair(function_of(rows[0].program))))
+                rows.insert(len(rows) - 2, row)
+                _show_row(show, rows, -3)
 
-        Needs matplotlib.
+    def plot(self, ax: Any = None) -> Any:
+        """Draw memory against operations with matplotlib, on `ax` or on new axes, and return the axes.
 
         Raises:
             ValueError: if XLA did not tell the memory or the operations of a program.
         """
-        unknown = [r.name for r in self.rows if r.temp_bytes is None or r.operations is None]
-        if unknown:
+        if unknown := [r.name for r in self.rows if r.temp_bytes is None or r.operations is None]:
             raise ValueError(f"plot: XLA tells no memory or no operations on this backend for {', '.join(unknown)}.")
         memory, operations = [[float(getattr(r, name)) for r in self.rows] for name in ("temp_bytes", "operations")]
         if ax is None:
@@ -197,30 +218,26 @@ def compare_programs(
         ['plain', 'recompute_saved()', ..., 'cast_saved()', 'quantize_saved(8)']
         >>> loss = comparison.within("1 MiB").program
 
-    `programs` is a function (or a layer) that takes `args` and returns a scalar, and is compared with itself under each
-    pair in the list above, and under `recompute_saved` with half and a quarter of what that holds as `limit`. Or it
-    maps names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`.
-    The gradient is with respect to all float arrays in the pytrees `args`; other leaves are passed unchanged. To leave
-    out an array, such as a batch of data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds`
-    rounds, all programs run in turn; 0 rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program
-    runs, so that none has to fit into memory; the table then has no step times and no errors.
+    `programs` is a function (or a layer) that takes `args` and returns a scalar. It is compared with itself under the
+    pairs in the list above; the limits are half and a quarter of what `recompute_saved()` holds. Or `programs` maps
+    names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`. The gradient is with respect to all
+    float arrays in the pytrees `args`; other leaves are passed unchanged. To leave out an array, such as a batch of
+    data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds` rounds, all programs run in turn; 0
+    rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program runs, so that none has to fit into
+    memory; the table then has no step times and no errors.
 
-    The table shows per program:
+    The table shows XLA's figures of the compiled gradient on one device: the temporary memory; the peak, with arguments
+    and results; the operations, those such as `exp` and `tanh` apart; the bytes that they access. Operations in the
+    body of a loop count once, those in kernels and callbacks do not count. A backend may leave cells empty. Then come
 
-    - the temporary memory of the compiled gradient, its operations, those such as `exp` and `tanh`, which XLA counts
-      apart, and the bytes that they access, as XLA counts them on one device: the operations in the body of a loop
-      count once, and those in kernels and callbacks do not count;
-    - the peak: temporary memory, arguments and results;
     - the bytes that the vjp function holds, as `saved_tensors_report` counts them: on all devices, without the inputs;
     - the seconds for tracing with lowering (JAX), after a first trace has filled JAX's caches, and for compiling (XLA),
       which a persistent compilation cache makes seem fast;
     - the time of a step, a run of the compiled gradient with the value, as median and quartiles over the rounds;
-    - the errors: the difference to the value of the first program, and the 2-norm of the difference to its gradient,
-      both relative to the first.
+    - the errors of the value and the gradient: the 2-norm of the difference to the first program, relative to it.
 
-    Cells that XLA does not report on a backend are empty. A terminal shows each row as soon as it is done. `.rows` has
-    the figures and the programs, `.within("2 GiB")` returns the row of the smallest error that fits, and `.plot()`
-    draws memory against operations.
+    A terminal shows each row as soon as it is done. `.rows` has the figures and the programs, `.within("2 GiB")`
+    returns the row of the smallest error that fits, and `.plot()` draws memory against operations.
 
     Raises:
         TypeError: if `programs` is not a function or a mapping from names to functions, if none of `args` holds a float
@@ -232,32 +249,25 @@ def compare_programs(
     if rounds < 0:
         raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
     compiler = _Compiler(args)
-    held = {name: compiler.held_bytes(name, program) for name, program in programs.items()}
-    limited = None
+    traced = [compiler.trace(name, program) for name, program in programs.items()]
     if loss is not None:
-        limited = _Limited(compiler, function_of(loss) or loss)
-        own, *rest = [name for name in programs if name != "plain"]
-        halves = dict(map(limited.program, (held[own] / 2, held[own] / 4))) if held[own] else {}
-        held |= {name: compiler.held_bytes(name, program) for name, program in halves.items()}
-        programs = {n: programs[n] for n in ("plain", own)} | halves | {n: programs[n] for n in rest}
+        traced += _under_pairs(compiler, function_of(loss))
     rows: list[ComparedProgram] = []
     steps: list[Callable[[], Any]] = []
     with progress() as show:
-        for name, program in programs.items():
-            row, step = compiler.compile(name, program, held[name])
+        for program in traced:
+            row, step = compiler.compile(*program)
             rows.append(row)
             steps.append(step)
             _show_row(show, rows, -1)
     if compiler.has_values and rounds:
-        repeats = [math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for step in steps]
-        seconds: list[list[float]] = [[] for _ in steps]
-        timed = list(zip(steps, repeats, seconds, strict=True))
-        for _ in range(rounds):  # each with every step, so that a slower machine slows all steps down together
-            for step, n, times in timed:
-                times.append(_seconds(step, n))
-            timed.reverse()  # in the same order in every round, each step would always run after the same other step
-        rows = [dataclasses.replace(row, step_seconds=tuple(s)) for row, s in zip(rows, seconds, strict=True)]
-    return ProgramComparison(rows, limited)
+        timed = [(step, math.ceil(_SECONDS_PER_ROUND / timeit(step, number=1)), list[float]()) for step in steps]
+        for i in range(rounds):  # each with every step, so that a slower machine slows all steps down together
+            # In the same order in every round, each step would always run after the same other step.
+            for step, n, seconds in reversed(timed) if i % 2 else timed:
+                seconds.append(timeit(step, number=n) / n)
+        rows = [dataclasses.replace(row, step_seconds=tuple(s)) for row, (_, _, s) in zip(rows, timed, strict=True)]
+    return ProgramComparison(rows, None if loss is None else compiler)
 
 
 def _show_row(show: Callable[[str], None], rows: list[ComparedProgram], index: int) -> None:
@@ -267,24 +277,32 @@ def _show_row(show: Callable[[str], None], rows: list[ComparedProgram], index: i
 
 def _checked_programs(programs: Any) -> Mapping[Any, Callable[..., Any]]:
     example = 'compare_programs({"plain": loss, "8 bits": quantize_saved(8)(loss)}, *args)'
-    if not isinstance(programs, Mapping):
-        if not callable(programs):
-            raise TypeError(
-                f"compare_programs: expected a function or a dict of functions, as in {example}, "
-                f"got {describe(programs)}."
-            )
-        pairs = recompute_saved(), cast_saved(), quantize_saved(8)
-        loss = function_of(programs) or programs
-        programs = {"plain": programs} | {repr(pair): pair(loss) for pair in pairs}
-    if not programs:
+    named = programs if isinstance(programs, Mapping) else {"plain": programs}
+    if not named:
         raise ValueError(f"compare_programs: the dict has no program; write for example {example}.")
-    for name, program in programs.items():
+    for name, program in named.items():
         if not callable(function_of(program)):
-            raise TypeError(
-                f"compare_programs: expected a function for {name!r} that takes the arguments and returns a scalar, "
-                f"got {describe(program)}."
-            )
-    return programs
+            expected = f"a function for {name!r} that takes the arguments and returns a scalar"
+            if named is not programs:
+                expected = f"a function or a dict of functions, as in {example}"
+            raise TypeError(f"compare_programs: expected {expected}, got {describe(program)}.")
+    return named
+
+
+def _under_pairs(compiler: _Compiler, loss: Any) -> list[_Traced]:
+    """Trace a function under exact pairs, and last under two that round: `within` and `_search` rely on this order."""
+
+    def under(pair: Callable[..., Any]) -> _Traced:
+        return compiler.trace(repr(pair), pair(loss))
+
+    exact = under(recompute_saved())
+    limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
+    return [exact, *map(under, map(_with_limit, limits)), under(cast_saved()), under(quantize_saved(8))]
+
+
+def _with_limit(limit: float) -> recompute_saved:
+    unit = _unit([limit], _BYTES)
+    return recompute_saved(limit=f"{limit / _BYTES[unit]:.4g} {unit}")
 
 
 @contextlib.contextmanager
@@ -301,9 +319,6 @@ def _noted(name: Any) -> Generator[None]:
         raise
 
 
-# -- compiling and running --------------------------------------------------------------------------
-
-
 class _Compiler:
     """Compiles and runs the gradients of programs at the same arguments."""
 
@@ -311,9 +326,9 @@ class _Compiler:
         leaves, self._skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
         self.has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         self._tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
-        self._is_float = list(map(has_tangent, self._tensors))
+        self._floats = tuple(i for i, tensor in enumerate(self._tensors) if has_tangent(tensor))
         self._first: Any = None  # the value and the gradient of the first program
-        if not any(self._is_float):
+        if not self._floats:
             raise TypeError(
                 "compare_programs: none of the arguments holds a float array, so that there is no gradient. "
                 "Pass the programs' arguments after the programs, as arrays: jnp.float32(2.0), not 2.0."
@@ -329,28 +344,24 @@ class _Compiler:
             "taken. Return one number, such as the sum of the squares, and no auxiliary values."
         )
 
-    def held_bytes(self, name: Any, program: Any) -> int:
+    def trace(self, name: Any, program: Any) -> _Traced:
         with _noted(name):
-            return saved_tensors_report(functools.partial(self._value, name, program), *self._tensors).total_bytes
+            report = saved_tensors_report(functools.partial(self._value, name, program), *self._tensors)
+            return name, program, report.total_bytes
 
     def compile(self, name: Any, program: Any, held_bytes: int) -> tuple[ComparedProgram, Callable[[], Any]]:
         """Return the row of a program, and a function that runs its gradient."""
-
-        def value_and_gradient(*tensors: Any) -> Any:
-            of_floats = lambda floats: self._value(name, program, *merge(self._is_float, floats, tensors))  # noqa: E731
-            return jax.value_and_grad(of_floats)(select(tensors, self._is_float))
-
+        value = functools.partial(self._value, name, program)
         with _noted(name):
             start = time.perf_counter()
-            traced = jax.jit(value_and_gradient).trace(*self._tensors)
+            traced = jax.jit(jax.value_and_grad(value, self._floats)).trace(*self._tensors)
             lowered = traced.lower()
             middle = time.perf_counter()
             run = lowered.compile()
             end = time.perf_counter()
             memory, cost = run.memory_analysis(), run.cost_analysis() or {}
-            sizes: list[Any] = [
-                getattr(memory, f"{kind}_size_in_bytes", None) for kind in ("temp", "argument", "output")
-            ]
+            kinds = "temp", "argument", "output"
+            sizes: list[Any] = [getattr(memory, f"{kind}_size_in_bytes", None) for kind in kinds]
             row = ComparedProgram(
                 name=str(name),
                 program=program,
@@ -372,82 +383,30 @@ class _Compiler:
             return row, step
 
 
-class _Limited:
-    """Compares one function under `recompute_saved` with limits."""
-
-    def __init__(self, compiler: _Compiler, loss: Callable[..., Any]) -> None:
-        self._compiler, self._loss = compiler, loss
-
-    def program(self, limit: float) -> tuple[str, Callable[..., Any]]:
-        unit = _unit([limit], _BYTES)
-        pair = recompute_saved(limit=f"{limit / _BYTES[unit]:.4g} {unit}")
-        return repr(pair), pair(self._loss)
-
-    def search(self, rows: list[ComparedProgram], memory: float) -> None:
-        """Add rows, by bisection, until that with the fewest operations is known which is exact and fits."""
-        with progress() as show:
-            for _ in range(_MOST_TRIED):
-                exact = sorted(_exact(rows)[1:], key=lambda row: row.held_bytes)
-                held, peaks = [0, *[row.held_bytes for row in exact]], [row.peak_bytes or 0 for row in exact]
-                fitting = [i for i, peak in enumerate(peaks, 1) if peak <= memory]
-                i = fitting[-1] if fitting else 1 + peaks.index(min(peaks))
-                # Where nothing fits, the peak may be lower on both sides: less is held, or less is computed at once.
-                gaps = [*zip(held[i:], held[i + 1 :], strict=False)][:1] + ([] if fitting else [(held[i - 1], held[i])])
-                low, high = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
-                name, program = self.program((low + high) / 2)
-                if high - low <= _NEAR * high or any(row.name == name for row in rows):
-                    return
-                row, _ = self._compiler.compile(name, program, self._compiler.held_bytes(name, program))
-                rows.insert(len(_exact(rows)), row)
-                _show_row(show, rows, len(_exact(rows)) - 1)
-
-
-def _exact(rows: list[ComparedProgram]) -> list[ComparedProgram]:
-    """Return the rows of one function before those of `cast_saved()` and `quantize_saved(8)`."""
-    return rows[:-2]
-
-
-_MOST_TRIED: Final = 6
-_NEAR: Final = 0.02
-
-
 def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
     """Return the errors of a value and its gradient, relative to those of the first program."""
-
-    def ratio(difference: float, size: float) -> float:
-        return difference / size if size else math.inf if difference else 0.0
-
     (value, gradient), (first_value, first_gradient) = got, first
     differences, squares = (math.fsum(map(float, s)) for s in _sums_of_squares(gradient, first_gradient))
-    value_error = ratio(abs(float(value) - float(first_value)), abs(float(first_value)))
-    return {"value_error": value_error, "error": ratio(math.sqrt(differences), math.sqrt(squares))}
+    sizes = {
+        "value_error": (abs(float(value) - float(first_value)), abs(float(first_value))),
+        "error": (math.sqrt(differences), math.sqrt(squares)),
+    }
+    return {name: a / b if b else math.inf if a else 0.0 for name, (a, b) in sizes.items()}
 
 
 @jax.jit
 def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], ...]:
     """Return for each array the sum of squares of `got - first`, and that of `first`."""
-
     # Sums in bfloat16 would be inexact.
     got, first = ([x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in xs] for xs in (got, first))
     differences = [a - b for a, b in zip(got, first, strict=True)]
     return tuple([jnp.sum(jnp.square(jnp.abs(x))) for x in xs] for xs in (differences, first))
 
 
-def _seconds(step: Callable[[], Any], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    return (time.perf_counter() - start) / repeats
-
-
-# -- cells of the table -----------------------------------------------------------------------------
-
-
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
     """Return the largest unit in which some value is at least 1, or else the smallest unit."""
-    largest = max((v for v in values if v is not None), default=0)
-    smallest = next(iter(units))
-    return [smallest, *(unit for unit, size in units.items() if largest >= size)][-1]
+    largest = max(min(units.values()), *(v or 0 for v in values))
+    return [unit for unit, size in units.items() if size <= largest][-1]
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
@@ -459,10 +418,3 @@ def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list
 def _three_digits(value: float) -> str:
     decimals = 0 if value >= 100 or not value else 1 if value >= 10 else 2
     return f"{value:,.{decimals}f}"
-
-
-def _with_ratios(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts in one unit, and all but the first with their ratio to it, if that is known."""
-    first, *others = _in_unit(values, units)
-    ratios = ["" if not values[0] or v is None else f" ({v / values[0]:.2f})" for v in values[1:]]
-    return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))]
