@@ -483,8 +483,8 @@ class Plan:
         if pair.unmatched:
             for v in (*self.kept, *[v for v in readers if v in self.made]):
                 pair.note(self.origin(v), v not in self.made)
-        largest = max([n_bytes(v.aval) for v in self.kept], default=0)
-        self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * largest}
+        most = max([n_bytes(v.aval) for v in self.kept], default=0)
+        self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
         self.forward_equations = live_equations(forward, [*forward.outvars[: derivative.n_values], *self.kept])
 
     def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
