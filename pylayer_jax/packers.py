@@ -6,11 +6,15 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-A pair packs the residuals that are computed inside the block, so put the block around the whole loss. With
-`arguments=True`, it also packs values from outside the block, such as weights and inputs, and slices, reshapes and
-casts of them. Integers, complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an array
-and its origin (see `saved_tensors_hooks`), that selects the tensors to pack: `cast_saved(only=lambda x: x.ndim > 1)`
-leaves out vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every tensor.
+A pair packs the residuals that are computed inside the block, so put the block around the whole loss. Integers, complex
+numbers and PRNG keys are not packed. Unpacking restores the dtype, the sharding and the weak type of every tensor.
+
+Args of every pair, except `chain` and `by_name`, which have those of the pairs in them:
+    recompute: whether backward computes cheap operations again instead of keeping their results: True by default.
+    arguments: whether to pack values from outside the block too, such as weights and inputs, and slices, reshapes and
+        casts of them.
+    only: a predicate of an array, or of an array and its origin (see `saved_tensors_hooks`), that selects the tensors
+        to pack: `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars.
 """
 
 from __future__ import annotations
@@ -61,8 +65,6 @@ def _is_float(x: Any) -> bool:
 class _ReadyPair(saved_tensors_hooks):
     """Base class of the ready pairs, whose pack hooks return an array, or a function without arguments as a pytree."""
 
-    _limit: float | None = None
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
             name, packer = getattr(args[0], "__name__", "the function"), cls.__name__
@@ -79,6 +81,7 @@ class _ReadyPair(saved_tensors_hooks):
         recompute: bool,
         arguments: bool,
         only: Only | None,
+        limit: float | None = None,
     ) -> None:
         condition = predicate(type(self).__name__, only)
         self._set_up(
@@ -88,7 +91,7 @@ class _ReadyPair(saved_tensors_hooks):
             recomputes=bool(recompute),
             packs_arguments=bool(arguments),
             only=condition if step is None else None,
-            limit=self._limit,
+            limit=limit,
         )
 
 
@@ -113,14 +116,13 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes < report.total_unpacked_bytes / 4
         True
 
-    The results of matrix products, convolutions, reductions, comparisons, loops, custom rules and other operations that
-    are not cheap are kept. Elementwise operations such as a gelu, a normalization or a product with a mask are computed
-    again, as the other ready pairs do too.
+    Cheap operations are the elementwise ones, such as a gelu, a normalization or a product with a mask, which the other
+    ready pairs compute again too. The results of all others are kept.
 
-    With a `limit`, the decorated function is planned as a whole. Until what it keeps fits, backward computes costly
-    operations again too, those first that save most bytes for an operation: matrix products, convolutions, reductions,
-    slices, gathers, random bits and masks that follow from keys and integers. What decides by floats, loops,
-    collectives, kernels, effects and custom rules are never repeated. Such a pair decorates a function; it is no block.
+    With a `limit`, backward also computes costly operations again until what the function keeps fits, those first that
+    save most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks
+    that follow from keys and integers. What decides by floats, loops, collectives, kernels, effects and custom rules
+    are never repeated. Such a pair decorates a function; it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
@@ -128,7 +130,7 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         arguments: whether to compute again what follows from values outside the block.
-        only: a predicate that selects the tensors that may be computed again.
+        only: a predicate that selects the tensors that may be computed again; see `pylayer_jax.packers`.
         limit: the bytes of one device that backward may keep, beside what came from outside: a number, or a text such
             as "64 MiB". In a loop, for all iterations together; in a function that `jax.vmap` batches, for one example.
 
@@ -142,8 +144,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """
 
     def __init__(self, *, arguments: bool = False, only: Only | None = None, limit: float | str | None = None) -> None:
-        self._limit = None if limit is None else bytes_of(limit, "recompute_saved")
-        super().__init__(recompute_saved, (self._limit,), None, True, arguments, only)
+        n_bytes = None if limit is None else bytes_of(limit, "recompute_saved")
+        super().__init__(recompute_saved, (n_bytes,), None, True, arguments, only, n_bytes)
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -152,15 +154,13 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         >>> print(jax.grad(save_on_cpu()(jnp.sin))(0.0))
         1.0
 
-    Eager mode keeps each tensor as a NumPy array, unless `pin_memory` is True or the array is spread over several
-    processes. Then it moves the tensor, as traced code does, to the host memory space of its device
-    (`jax.memory.Space.Host`), if the device has one.
+    Traced code moves each tensor to the host memory space of its device (`jax.memory.Space.Host`), if the device has
+    one. So does eager mode with `pin_memory`, or if the array is spread over several processes. Otherwise it keeps a
+    NumPy array.
 
     Args:
         pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
     """
 
     def __init__(
@@ -208,24 +208,20 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
-        TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
+        TypeError: for another dtype.
     """
 
     def __init__(
         self, dtype: Any = jnp.bfloat16, *, recompute: bool = True, arguments: bool = False, only: Only | None = None
     ) -> None:
-        try:
+        narrow = dtype
+        with contextlib.suppress(TypeError):  # it is no dtype
             narrow = jnp.dtype(dtype)
-        except TypeError:
-            narrow = None
-        if narrow is None or not jnp.issubdtype(narrow, jnp.floating):
-            got = repr(dtype) if narrow is None else narrow
-            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
+        if not (isinstance(narrow, np.dtype) and jnp.issubdtype(narrow, jnp.floating)):
+            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {narrow!r}.")
         if narrow.itemsize < 2:
             raise TypeError(
                 f"cast_saved: the range of {narrow} is too small for saved tensors (float8_e4m3fn ends at 448; larger "
@@ -278,9 +274,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             the axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
         stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
             its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -302,16 +296,20 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
+        def is_divisible(x: Any) -> bool:  # `jax.export` makes symbolic lengths
+            return _is_float(x) and x.ndim > 0 and isinstance(x.shape[-1], int)
+
+        def block_of(x: Any, length: int) -> tuple[int, int]:
+            """Return the length of a block of an axis, and the bytes of its codes and of its three numbers."""
+            n = _block_length(length, block_size)
+            return n, 3 * max(4, x.dtype.itemsize) + math.ceil(n * bits / 8)
+
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            if not (_is_float(x) and x.ndim and x.size):
+            if not (is_divisible(x) and x.size):
                 return x
-            # `jax.export` makes symbolic lengths.
-            is_number = isinstance(x.shape[-1], int)
-            length = _block_length(x.shape[-1] // shard_counts(x)[-1], block_size) if is_number else 1
-            # Each block also keeps three numbers, in float64 or float32.
-            n_bytes = 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+            length, n_bytes = block_of(x, x.shape[-1] // shard_counts(x)[-1])
             if n_bytes >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
@@ -323,10 +321,10 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return Rounding(Error.RANGE, 0.5 / (2**bits - 3)) if may_be_packed else EXACT
 
         def size(x: Any) -> float:
-            if not rounding(x).size or not isinstance(x.shape[-1], int):
+            if not (is_divisible(x) and x.shape[-1]):
                 return _n_bytes(x)
-            block = _block_length(x.shape[-1], block_size)
-            return min(_n_bytes(x), math.prod(x.shape) * (bits / 8 + 3 * max(4, x.dtype.itemsize) / block))
+            length, n_bytes = block_of(x, x.shape[-1])
+            return min(_n_bytes(x), math.prod(x.shape) * (n_bytes / length))
 
         settings = bits, block_size, rounds_stochastically
         step = Step(pack, _restored, rounding=rounding, size=size)
@@ -530,9 +528,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         directory: the directory in which the pair creates a folder for its files. It is created if needed.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
         OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
