@@ -57,7 +57,7 @@ jax.tree_util.register_static(TracedCall)
 def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     call, needs = traced_call.call, [False] * len(tensors)
-    if call.arguments.has_refs:
+    if call.arguments.ref_mask:
         return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
         return tuple(call.run_on_values(as_arrays(tensors), needs).outputs)

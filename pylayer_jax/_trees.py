@@ -172,11 +172,8 @@ def _tuple_of(count: int) -> Skeleton:
 
 
 def _is_dict(_: Any, node: Any) -> bool:
-    return type(node) in (
-        dict,
-        collections.defaultdict,
-        collections.OrderedDict,
-    )  # for JAX, other subclasses are leaves
+    # For JAX, other subclasses are leaves.
+    return type(node) in (dict, collections.defaultdict, collections.OrderedDict)
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
