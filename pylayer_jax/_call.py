@@ -174,12 +174,12 @@ class LayerCall:
     def run_backward(
         self,
         kept: SavedContext,
-        residuals: Sequence[Any],
+        residual: Callable[[int], Any],
         needs: Sequence[bool],
         cotangents: Sequence[Any],
         is_transposed: bool = False,
     ) -> list[Any]:
-        """Run `backward`, and return one gradient per tensor of the call. None stands for a zero."""
+        """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
         __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         cotangents = [
@@ -188,7 +188,7 @@ class LayerCall:
         ]
         if not [c for c in cotangents if c is not None]:
             return [None] * len(arguments.types)
-        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        ctx = self._context(needs, residual, kept.saved, kept.attributes)
         if layer.host == "forward":
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
@@ -224,12 +224,12 @@ class LayerCall:
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(
-        self, kept: SavedContext, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
+        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Run `jvp` on one tangent per tensor of the call, and return one tangent per differentiable output."""
+        """Run `jvp` on one tangent per tensor of the call; return one tangent per differentiable output."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
-        ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
+        ctx = self._context(needs, residual, kept.saved_for_jvp or kept.saved, kept.attributes)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
             result = jvp(ctx, *given)
@@ -238,7 +238,7 @@ class LayerCall:
     def _context(
         self,
         needs: Sequence[bool],
-        residuals: Sequence[Any],
+        residual: Callable[[int], Any],
         saved: ResidualTree | None,
         attributes: dict[str, ResidualTree],
     ) -> Any:
@@ -246,8 +246,8 @@ class LayerCall:
             self.layer._context,
             self.name,
             lambda: self.arguments.needs(self.arguments.can_get_gradient(needs)),
-            lambda: None if saved is None else saved.fill(residuals),
-            {name: tree.fill(residuals) for name, tree in attributes.items()},
+            lambda: None if saved is None else saved.fill(residual),
+            {name: tree.fill(residual) for name, tree in attributes.items()},
         )
 
     # -- vmap --------------------------------------------------------------------------------------------

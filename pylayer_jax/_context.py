@@ -24,21 +24,6 @@ from ._trees import LEAF, Skeleton, contains, split
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
-def with_arrays_for_numbers(result: Any) -> Any:
-    """Convert numbers to arrays: in an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number."""
-    if is_tensor(result) or (isinstance(result, tuple) and any(map(is_tensor, result))):
-        return result
-    # tests: contract/test_vmap.py
-    tensors, skeleton = split(result)
-    if tensors or not any(map(_is_number, skeleton.statics())) or not has_named_axis():
-        return result
-    return skeleton.fill([], lambda static: jnp.asarray(static) if _is_number(static) else static)
-
-
-def _is_number(static: object) -> bool:
-    return isinstance(static, (int, float, complex)) and not isinstance(static, bool)
-
-
 class Outputs:
     """The structure and the types of the outputs of one run of `forward`, without the arrays."""
 
@@ -309,19 +294,16 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
 # -- the contents of a context after `forward` ------------------------------------------------------------
 
 
-class ResidualTree:
-    """A value that `forward` kept: its skeleton, and the indices of its tensors in the list of residuals."""
+class ResidualTree(NamedTuple):
+    """A value that `forward` kept, without its tensors."""
 
-    __slots__ = ("indices", "skeleton")
+    skeleton: Skeleton
+    indices: list[int]  # of its tensors, in the list of residuals
 
-    def __init__(self, skeleton: Skeleton, indices: list[int]) -> None:
-        self.skeleton = skeleton
-        self.indices = indices
-
-    def fill(self, residuals: Sequence[Any]) -> Any:
+    def fill(self, residual: Callable[[int], Any]) -> Any:
         """Return the value in new containers, which no other run of `backward` shares."""
         # JAX passes some constant residuals as NumPy arrays.
-        return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), copy_container)
+        return self.skeleton.fill(as_arrays([residual(i) for i in self.indices]), copy_container)
 
 
 # The types of mutable containers that may be leaves of a pytree.
@@ -372,8 +354,9 @@ class ForwardResult(NamedTuple):
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     """Collect what a run of `forward` returned and kept."""
     state = ctx._state
-    if not hasattr(result, "dtype"):  # a single array is the usual case
-        result = with_arrays_for_numbers(result)
+    if not hasattr(result, "dtype") and has_named_axis() and not (parts := split(result))[0]:
+        # In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number. tests: contract/test_vmap.py
+        result = parts[1].fill([], lambda x: jnp.asarray(x) if type(x) in (int, float, complex) else x)
     tensors, arrays, skeleton = Outputs.split(state.layer, result)
     if state.must_return:
         check_returned(state, tensors)

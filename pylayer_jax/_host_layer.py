@@ -366,7 +366,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
     state.materialize = example.materialize
     saved, attributes = tensors, {"place": place, "number": number}
     if not is_held:
-        saved, attributes = example.context.fill([*tensors, *values])
+        saved, attributes = example.context.fill([*tensors, *values].__getitem__)
         attributes = {**attributes, _NUMBER: number}
     if saved is not None:
         ctx.save_for_backward(*saved)

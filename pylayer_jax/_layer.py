@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -27,7 +27,14 @@ from ._trees import split
 # -- flags of a class --------------------------------------------------------------------------------------
 
 
-_FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "host", "host_vmap", "saved_names")
+# The error of another value, and the values.
+_VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "complex_convention": (ValueError, "jax", "paddle"),
+    "forward_mode": (TypeError, True, False),
+    "host": (TypeError, True, False, "forward"),
+    "host_vmap": (TypeError, "sequential", "broadcast"),
+}
+_FLAGS = (*_VALUES, "generate_vmap_rule", "saved_names")
 
 
 def check_declarations(layer: Any) -> None:
@@ -43,14 +50,10 @@ def check_declarations(layer: Any) -> None:
             raise TypeError(
                 f"{name}.{member}: a layer has no such attribute, and {near[0]} is not set. Did you mean {near[0]}?"
             )
-    if not isinstance(layer.forward_mode, bool):
-        raise TypeError(f"{name}.forward_mode: expected True or False, got {describe(layer.forward_mode)}.")
-    if layer.complex_convention not in ("jax", "paddle"):
-        raise ValueError(f"{name}.complex_convention: expected 'jax' or 'paddle', got {layer.complex_convention!r}.")
-    for flag, values in {"host": (True, False, "forward"), "host_vmap": ("sequential", "broadcast")}.items():
+    for flag, (error, *values) in _VALUES.items():
         found = getattr(layer, flag)
         if not any(found is x or (isinstance(found, str) and found == x) for x in values):
-            raise TypeError(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
+            raise error(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
     if layer.host and (layer.forward_mode or layer._jvp_method() is not None):
         given = "forward_mode = True" if layer.forward_mode else "a jvp method"
         raise TypeError(
@@ -331,38 +334,32 @@ class PyLayer:
         __tracebackhide__ = True
         arguments, tensors = bind(cls, args, kwargs)
         call = LayerCall(cls, arguments)
-        return call.run_undifferentiated(tensors) if nothing_is_traced() else _apply_traced(call, tensors)
-
-
-_NO_HOOKS = contextlib.nullcontext()
-
-
-def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
-    __tracebackhide__ = True
-    state = TraceState()
-    if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
-        return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.saver = _hooks.saver_of(call.layer.__name__, tensors, is_exact=call.layer.host is True)
-    traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
-    # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
-    with _NO_HOOKS if call.saver is None else _hooks.layers_pack_themselves():
-        try:
-            values = _bind(traced_call, tensors, state)
-        except jax.errors.UnexpectedTracerError as error:
-            raise call.closed_over_error() from error
-    if call.saver is not None:
-        _hooks.mark_as_computed(values)
-    assert call.outputs is not None
-    # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
-    values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
-    return call.outputs.skeleton.fill(values)
+        if nothing_is_traced():
+            return call.run_undifferentiated(tensors)
+        state = TraceState()
+        if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
+            return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
+        call.saver = _hooks.saver_of(cls.__name__, tensors, is_exact=cls.host is True)
+        traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
+        # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
+        with contextlib.nullcontext() if call.saver is None else _hooks.layers_pack_themselves():
+            try:
+                values = _bind(traced_call, tensors, state)
+            except jax.errors.UnexpectedTracerError as error:
+                raise call.closed_over_error() from error
+        if call.saver is not None:
+            _hooks.mark_as_computed(values)
+        assert call.outputs is not None
+        # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
+        values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
+        return call.outputs.skeleton.fill(values)
 
 
 def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Sequence[Any]:
     """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`."""
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
-    takes_refs = call.arguments.has_refs
+    takes_refs = bool(call.arguments.ref_mask)
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.

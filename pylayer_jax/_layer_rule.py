@@ -91,8 +91,8 @@ class LayerMap(LinearMap):
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
         """Return one gradient per input from one cotangent per output."""
         __tracebackhide__ = True
-        unpacked = self._unpacked(residuals, cotangents)
-        return self.call.run_backward(self.kept, unpacked, self.needs, cotangents, is_transposed)
+        residual = self._reader(residuals, cotangents)
+        return self.call.run_backward(self.kept, residual, self.needs, cotangents, is_transposed)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
         __tracebackhide__ = True
@@ -102,8 +102,8 @@ class LayerMap(LinearMap):
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         if self.call.layer._jvp_method() is not None:
-            unpacked, given = self._unpacked(residuals, ()), scatter(tangents, self.needs)
-            pushed = self.call.run_jvp(self.kept, unpacked, self.needs, given)
+            residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
+            pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
         else:
             pushed = self._evaluate_by_transposing(residuals, tangents)
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
@@ -146,25 +146,13 @@ class LayerMap(LinearMap):
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
-    def _unpacked(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Unpack each packed tensor when it is first read; in a compiled program, XLA waits for the cotangents."""
+    def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
+        """Return a function of an index, which unpacks a tensor when `backward` first reads it."""
         if self.packed is None:
-            return residuals
-        n = self.packed.n_arrays
-        return _Unpacked(self.packed.unpack(residuals[:n], cotangents), self.kept.n_saved, residuals[n:])
-
-
-class _Unpacked(Sequence[Any]):
-    """The residuals of a layer; the first `n_packed` are unpacked when they are read."""
-
-    def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
-        self.packed, self.n_packed, self.rest = packed, n_packed, rest
-
-    def __len__(self) -> int:
-        return self.n_packed + len(self.rest)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.packed[i] if i < self.n_packed else self.rest[i - self.n_packed]
+            return residuals.__getitem__
+        n_arrays, n_saved = self.packed.n_arrays, self.kept.n_saved
+        unpacked = self.packed.unpack(residuals[:n_arrays], cotangents)  # XLA waits for the cotangents
+        return lambda i: unpacked[i] if i < n_saved else residuals[n_arrays + i - n_saved]
 
 
 class CodeMap(LinearMap):
