@@ -85,18 +85,28 @@ class LayerCall:
         # In eager mode, JAX compiles each operation separately and ignores name scopes.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
-    def residual_names(self, kept: SavedContext, n_residuals: int) -> list[str]:
-        """Name each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
-        given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
-        given = () if self.layer.host is True else given  # JAX keeps the inputs, whatever `forward` saves
-        return kept.names(n_residuals, lambda i: (given[i] if i < len(given) else None) or f"saved[{i}]")
-
-    def checkpoint_name_of(self, index: int) -> str | None:
-        """Return the name of a saved value for the policies of `jax.checkpoint`, or None."""
+    def _given_names(self, kept: SavedContext) -> list[str | None]:
+        """Return the entry of `saved_names` for each saved value, or None."""
         given = self.layer.saved_names
+        if not given or self.layer.host is True:  # then JAX keeps the inputs, whatever `forward` saves
+            return [None] * kept.n_values
         if given is True:
-            return f"{self.layer.__name__}.saved[{index}]"
-        return given[index] if index < len(given) else None
+            return [f"{self.layer.__name__}.saved[{i}]" for i in range(kept.n_values)]
+        if len(given) != kept.n_values:
+            raise ValueError(
+                f"{self.name}.saved_names has {len(given)} names, but forward saved {kept.n_values} values with "
+                "ctx.save_for_backward. Give one for each, None for a value without a name."
+            )
+        return list(given)
+
+    def checkpoint_names(self, kept: SavedContext) -> list[str]:
+        """Return the name of each saved tensor for the policies of `jax.checkpoint`, or ""."""
+        return kept.names(self._given_names(kept))[: kept.n_saved]
+
+    def residual_names(self, kept: SavedContext) -> list[str]:
+        """Return the name of each residual for hooks and reports."""
+        given = [None] * kept.n_values if self.layer.saved_names is True else self._given_names(kept)
+        return kept.names([name or f"saved[{i}]" for i, name in enumerate(given)])
 
     # -- forward ---------------------------------------------------------------------------------------
 

@@ -90,31 +90,27 @@ def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class ContextState:
     """The private state of a context: everything except the attributes that the user sets."""
 
-    __slots__ = (
-        "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
-        "returned", "saved", "saved_for_jvp",
-    )  # fmt: skip
-
-    def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
-        self.layer = layer
-        self.needs = needs  # returns the value of ctx.needs_input_grad
-        self.inputs = inputs
-        self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
-        # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
-        # array of the output, whose derivative `backward` defines.
-        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []
-        # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets
-        # as `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
-        self.returned: list[tuple[Any, Any]] = []
-        self.saved: tuple[Any, ...] | None = None
-        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
-        self.saved_for_jvp: tuple[Any, ...] | None = None
-        self.marked: list[Any] = []
-        self.must_return: list[tuple[Any, str, str]] = []  # (value that has to be an output, ctx method, advice)
-        self.materialize = True
+    layer: str
+    needs: Callable[[], tuple[bool, ...]]  # returns the value of ctx.needs_input_grad
+    inputs: Sequence[Any] = ()
+    in_forward: bool = True  # the context accepts saved tensors and flags only in `forward`
+    load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
+    saved: tuple[Any, ...] | None = None
+    saved_for_jvp: tuple[Any, ...] | None = None
+    materialize: bool = True
+    marked: list[Any] = dataclasses.field(default_factory=list[Any])
+    # (value that has to be an output, ctx method, advice)
+    must_return: list[tuple[Any, str, str]] = dataclasses.field(default_factory=list[Any])
+    # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
+    # array of the output, whose derivative `backward` defines.
+    numpy_copies: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list[Any])
+    # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets as
+    # `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
+    returned: Sequence[tuple[Any, Any]] = ()
 
     def as_output(self, value: Any) -> Any:
         """Return the JAX array that replaced a NumPy output of `forward`, or any other value itself."""
@@ -263,9 +259,7 @@ def backward_context(
     attributes: dict[str, Any],
 ) -> PyLayerContext:
     """Make the context for `backward`; `load` returns the saved tensors."""
-    state = ContextState(layer, needs)
-    state.in_forward, state.load = False, load
-    ctx = kind(state)
+    ctx = kind(ContextState(layer, needs, in_forward=False, load=load))
     vars(ctx).update(attributes)
     return ctx
 
@@ -323,18 +317,19 @@ class SavedContext:
     saved: ResidualTree | None  # the values of save_for_backward
     n_values: int  # the number of values that save_for_backward got; each may be a pytree
     n_saved: int  # the number of residuals from save_for_backward, which come first
+    n_residuals: int
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
     held: Sequence[tuple[Any, str]] = ()  # each tracer that a function or object holds, and where
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
-    def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
-        """Return the name of each residual, or "" for one without a name."""
-        names = [""] * n_residuals
+    def names(self, of_values: Sequence[str | None]) -> list[str]:
+        """Return the name of each residual, or "", from those of the values of save_for_backward."""
+        names = [""] * self.n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
                 index, rest = path[1:].split("]", 1)  # "[0]['w']" gives "0" and "['w']"
-                if not names[i] and (name := name_of_saved(int(index))) is not None:
+                if not names[i] and (name := of_values[int(index)]) is not None:
                     names[i] = name + rest
         others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
         for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
@@ -396,8 +391,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     if state.saved_for_jvp is not None and layer._jvp_method() is not None:
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
-    n_values = len(state.saved or ())
-    kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp, held)
+    counts = len(state.saved or ()), n_saved, len(residuals)
+    kept = SavedContext(outputs, state.materialize, saved, *counts, attributes, saved_for_jvp, held)
     return ForwardResult(kept, arrays, as_arrays(residuals))
 
 

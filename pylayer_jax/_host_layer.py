@@ -349,7 +349,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         (*values, number), device = _bind(call, "forward", run, types, tensors, without_last=without_number)
         # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
         names = call.layer.saved_names
-        if name := call.checkpoint_name_of(0) if names is True else next(filter(None, names), None):
+        if name := f"{call.layer.__name__}.saved[0]" if names is True else next(filter(None, names), None):
             values = [checkpoint_name(x, name) for x in values] if is_held else values
             number = checkpoint_name(number, name)
         number = with_varying_axes(number, typeof(device)) if is_held else number

@@ -246,8 +246,8 @@ class StagedLayer(_hooks.LayerFunction):
         return self.call.layer.__name__
 
     def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
-        names = self.call.residual_names(self.kept, len(self.positions))
-        return list(zip(self.residuals(operands[self.n_consts :], results), names, strict=True))
+        residuals = self.residuals(operands[self.n_consts :], results)
+        return list(zip(residuals, self.call.residual_names(self.kept), strict=True))
 
     @property
     def is_divisible(self) -> bool:
@@ -360,8 +360,8 @@ def stage_layer(
             )
     named = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
-        names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
+        names = call.checkpoint_names(kept)
         saved = [(variables[i], name) for i, name in zip(positions, names, strict=False) if name]
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
@@ -476,12 +476,12 @@ def linearize(
         warn_of_integer_outputs(call.layer, kept.outputs, call.arguments, needs)
     packed, owners = None, range(n)  # the index of the saved tensor to which each of the first residuals belongs
     if packs and call.saver is not None and n:
-        names = call.residual_names(kept, len(residuals))
+        names = call.residual_names(kept)
         packed, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
         residuals = [*arrays, *_hooks.held(residuals[n:])]
         owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
-        names, unnamed = _checkpoint_names(call, kept, len(run.residuals)), residuals
+        names, unnamed = call.checkpoint_names(kept), residuals
         residuals = list(unnamed)
         for i, owner in enumerate(owners):
             x = unnamed[i]
@@ -493,16 +493,3 @@ def linearize(
         named = list(zip(unnamed, residuals, strict=True))
         outputs = [next((y for x, y in named if x is output), output) for output in outputs]
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
-
-
-def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
-    """Return the name of each residual for the policies of `jax.checkpoint`, or ""."""
-    given = call.layer.saved_names
-    if not given or call.layer.host is True:  # see `run_forward` in `_host_layer.py`
-        return [""] * n_tensors
-    if given is not True and len(given) != kept.n_values:
-        raise ValueError(
-            f"{call.name}.saved_names has {len(given)} names, but forward saved {kept.n_values} values with "
-            "ctx.save_for_backward. Give one for each, None for a value without a name."
-        )
-    return kept.names(n_tensors, call.checkpoint_name_of)
