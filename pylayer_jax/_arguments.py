@@ -107,8 +107,9 @@ class Arguments:
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Turn one bool per tensor into one per argument."""
-        return tuple([any(mask[a.span]) for a in self.arguments])
+        """Turn one bool per tensor into one per argument: whether it needs a gradient, and can have one."""
+        can = self.can_get_gradient(mask)
+        return tuple([any(can[a.span]) for a in self.arguments])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
         """Return `mask` with False for integers, bools, PRNG keys and Refs, which have no gradient."""

@@ -255,7 +255,7 @@ class LayerCall:
         return backward_context(
             self.layer._context,
             self.name,
-            lambda: self.arguments.needs(self.arguments.can_get_gradient(needs)),
+            lambda: self.arguments.needs(needs),
             lambda: None if saved is None else saved.fill(residual),
             {name: tree.fill(residual) for name, tree in attributes.items()},
         )
@@ -285,21 +285,17 @@ class LayerCall:
             values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
         except (TypeError, ValueError) as error:
             raise self.vmap_error(axis, result, error) from error
-        # A dict may have its keys in another order. tests: contract/test_vmap.py
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
-        places = expected.skeleton.tensor_paths()
-        if value_at.keys() != set(places):
-            given, needed = (", ".join(f"output{path}" for path in paths) for paths in (value_at, places))
-            raise ValueError(f"{self.name}.vmap: expected {needed}, as forward returns for one example; got {given}.")
-        values = [value_at[place] for place in places]
-        found = [f"{x.dtype}{list(x.shape)}" for x in values]
-        wanted = [f"{t.dtype}{[axis.size, *t.shape]}" for t in expected.types]
+        found = {path: f"{x.dtype}{list(x.shape)}" for path, x in value_at.items()}
+        types = zip(expected.skeleton.tensor_paths(), expected.types, strict=True)
+        wanted = {path: f"{t.dtype}{[axis.size, *t.shape]}" for path, t in types}
         if found != wanted:
+            needed, given = (", ".join(f"output{path}: {t}" for path, t in each.items()) for each in (wanted, found))
             raise ValueError(
-                f"{self.name}.vmap: expected outputs of dtypes and shapes {', '.join(wanted)} (with the batch axis in "
-                f"front), as forward returns them for one example; got {', '.join(found)}."
+                f"{self.name}.vmap: expected {needed} (with the batch axis in front), as forward returns for one "
+                f"example; got {given}."
             )
-        return values
+        return [value_at[path] for path in wanted]  # a dict may have its keys in another order
 
     def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
         return ValueError(

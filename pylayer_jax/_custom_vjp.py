@@ -75,7 +75,7 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
     needs = [p.perturbed for p in primals]
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
         tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes a Python number, not an array
-        run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
+        run = call.run_on_values(tensors, needs)
     else:
         # If a staged call differentiates a value that `backward` closes over, JAX would silently treat it as a constant
         # (as of jax 0.12, also in a plain `jax.custom_vjp`). tests: test_closed_over.py
@@ -143,7 +143,7 @@ def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ..
     __tracebackhide__ = True
     call = traced_call.call
     tensors = tuple(as_arrays(tensors))
-    needs = call.arguments.can_get_gradient([True] * len(tensors))
+    needs = [True] * len(tensors)
 
     def error() -> Exception:
         return once_differentiable_error(call.layer) or ref_error(call)

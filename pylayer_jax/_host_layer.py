@@ -407,8 +407,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """Run `vmap` on NumPy arrays. Return its outputs, and 0 as their batch axis."""
-    needs = call.arguments.needs(call.arguments.can_get_gradient([True] * len(tensors)))
-    example = _example_of(_Place(call, needs))
+    example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         with _refusing_tracers(call, "vmap"):

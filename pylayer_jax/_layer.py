@@ -151,9 +151,7 @@ class _Layer(Protocol[P, R]):
     def forward(self) -> Callable[Concatenate[Any, P], R]: ...
 
 
-class _FunctionWithContext(Protocol[P, R]):
-    @property
-    def forward(self) -> Callable[Concatenate[Any, P], R]: ...
+class _FunctionWithContext(_Layer[P, R], Protocol[P, R]):
     @property
     def setup_context(self) -> Callable[[Any, Any, Any, Any], Any]: ...
 

@@ -200,15 +200,7 @@ class StagedLayer(_hooks.LayerFunction):
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
     """
 
-    def __init__(
-        self,
-        call: LayerCall,
-        jaxpr: Any,
-        n_consts: int,
-        kept: SavedContext,
-        positions: list[int],
-        jaxpr_without_names: Any,
-    ) -> None:
+    def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int]) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
@@ -223,15 +215,14 @@ class StagedLayer(_hooks.LayerFunction):
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.sources = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
         self.intermediates = results[self.n_outputs :]  # the variables that are computed from `sources`
-        self._jaxpr_without_names = jaxpr_without_names
 
     @property
     def outputs_jaxpr(self) -> Any:
-        """The part of the jaxpr that computes the outputs, without `checkpoint_name` for `saved_names`."""
+        """The part of the jaxpr that computes the outputs."""
         if not self.intermediates:
-            return self._jaxpr_without_names
+            return self.jaxpr
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self._jaxpr_without_names, used, instantiate=True)[0]
+        return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
 
     def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         """Return the values (or tangents, or batch axes) of the variables in `sources`."""
@@ -358,16 +349,15 @@ def stage_layer(
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
-    named = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
         names = call.checkpoint_names(kept)
         saved = [(variables[i], name) for i, name in zip(positions, names, strict=False) if name]
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
-            named = with_checkpoint_names(jaxpr, name_of, call.source)
+            jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
             kept = dataclasses.replace(kept, has_names=True)
-    return StagedLayer(call, named, len(consts), kept, positions, jaxpr), consts
+    return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
 
 def _stage_forward(
@@ -382,10 +372,9 @@ def _stage_forward(
 
     def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
         __tracebackhide__ = True
-        needs = call.arguments.can_get_gradient([True] * len(inputs))
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
-        kept, outputs, residuals = call.run_forward(inputs, needs)
+        kept, outputs, residuals = call.run_forward(inputs, [True] * len(inputs))
         # Each staged input is a distinct tracer, even if the caller passed one array twice, so `id` identifies each
         # residual.
         known = {id(x) for x in (*inputs, *outputs)}

@@ -277,7 +277,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
-        ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
+        ValueError: for other `bits`, or if `block_size` is not a positive even number.
     """
 
     def __init__(
@@ -531,8 +531,8 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
-        OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
-            files stay readable. Backward raises this error too, if a file was deleted or changed, or cannot be read.
+        OSError: if the directory cannot be written to, or is full (complete files stay readable); in backward, if a
+            file was deleted or changed, or cannot be read.
     """
 
     def __init__(
@@ -616,14 +616,13 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked, but no
-    numbers, strings and other objects. For example, `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as
-    four arrays: integers of shape [1024, 8, 128], and three numbers for each block, each of shape [1024, 8].
-    `save_on_cpu` and `save_on_disk` move these four. They move an array of integers only if an earlier pair of the
-    chain made it.
+    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked. For example,
+    `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as four arrays: integers of shape [1024, 8, 128],
+    and three numbers for each block, each of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move these four, and no
+    other integers.
 
-    A chain is `differentiable` (an argument of `saved_tensors_hooks`) if every pair is, and it packs values from
-    outside the block if every pair does.
+    A chain is `differentiable` (an argument of `saved_tensors_hooks`), packs values from outside the block, and
+    computes cheap operations again, if every pair does.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -632,7 +631,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     Raises:
         TypeError: if an argument is not a pair, or if there are no arguments.
-        ValueError: if a pair follows a pair that must come last, or for a `by_name` or a chain with `only`.
+        ValueError: for a pair in the wrong place, a `by_name`, or a chain with `only`.
     """
 
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
@@ -678,26 +677,23 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The names of a tensor are those of `info`, the second argument of a predicate `only`: `info.name`, `info.layer`,
-    `info.operation`, and those in `info.inside`, from the innermost to the outermost. The first that is a key of the
-    dict decides. So the name of a module's class selects the tensors that the module computes:
-    `{"Attention": save_on_cpu(), ...: None}`. The key `...` is for all others.
-    `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it is no block.
+    Of the names in a tensor's origin (see `saved_tensors_hooks`), the first that is a key decides: `info.name`,
+    `info.layer`, `info.operation`, then those in `info.inside`, from the innermost to the outermost. So the name of a
+    module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key
+    `...` is for all others. `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it
+    is no block.
 
-    Backward recomputes cheap operations unless this could enlarge the packing error; if the pairs differ in what it may
-    recompute, the strictest decides for all. Values from outside the block are packed only if all pairs have
-    `arguments=True`.
+    Backward computes cheap operations again, and values from outside the block are packed, only if all pairs say so.
 
     Args:
-        pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a
+        pairs: a dict from a name, or Ellipsis, to a pair of hooks, a chain, or None: such tensors, and those without a
             key, are not packed.
 
     Raises:
         TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
 
     Warns:
-        UserWarning: if a key of the dict is the name of no tensor that is kept, although code in the block keeps
-            tensors. Each pair warns once.
+        UserWarning: if a key is the name of no tensor that is kept, although others are; once per pair.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
