@@ -182,12 +182,7 @@ class LayerCall:
     # -- backward --------------------------------------------------------------------------------------
 
     def run_backward(
-        self,
-        kept: SavedContext,
-        residual: Callable[[int], Any],
-        needs: Sequence[bool],
-        cotangents: Sequence[Any],
-        is_transposed: bool = False,
+        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], cotangents: Sequence[Any]
     ) -> list[Any]:
         """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
         __tracebackhide__ = True
@@ -198,22 +193,18 @@ class LayerCall:
         ]
         if not [c for c in cotangents if c is not None]:
             return [None] * len(arguments.types)
-        ctx = self._context(needs, residual, kept.saved, kept.attributes)
+        ctx = self._context(kept, kept.saved, residual, needs)
         if layer.host == "forward":
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
-        given = outputs.cotangents(
-            _conjugated(cotangents) if is_conjugated else cotangents, kept.materialize, layer._torch_convention
-        )
+        cotangents = _conjugated(cotangents) if is_conjugated else cotangents
+        given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         state = TraceState()
         scope = self.scope("backward", state.is_staged)
         # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
         # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
-        # JAX may transpose a `backward` under @once_differentiable, whose error the undecorated method does not raise.
-        backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        if layer.host is True:
-            backward = functools.partial(_host_layer.run_backward, self, needs)
+        backward = functools.partial(_host_layer.run_backward, self, needs) if layer.host is True else layer.backward
         dead = [(x, name) for x, name in kept.held if not is_active(x)]
         try:
             watch = set_current_trace(_Watch(self.name, dead)) if dead else _null_context
@@ -239,25 +230,21 @@ class LayerCall:
         """Run `jvp` on one tangent per tensor of the call; return one tangent per differentiable output."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
-        ctx = self._context(needs, residual, kept.saved_for_jvp or kept.saved, kept.attributes)
+        ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
             result = jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(
-        self,
-        needs: Sequence[bool],
-        residual: Callable[[int], Any],
-        saved: ResidualTree | None,
-        attributes: dict[str, ResidualTree],
+        self, kept: SavedContext, saved: ResidualTree | None, residual: Callable[[int], Any], needs: Sequence[bool]
     ) -> Any:
         return backward_context(
             self.layer._context,
             self.name,
             lambda: self.arguments.needs(needs),
             lambda: None if saved is None else saved.fill(residual),
-            {name: tree.fill(residual) for name, tree in attributes.items()},
+            {name: tree.fill(residual) for name, tree in kept.attributes.items()},
         )
 
     # -- vmap --------------------------------------------------------------------------------------------

@@ -128,7 +128,6 @@ def once_differentiable(backward: Method) -> Method:
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded
-    decorated.undecorated = backward
     decorated.second_derivative_error = second_derivative_error
     return decorated
 

@@ -88,16 +88,14 @@ class LayerMap(LinearMap):
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
 
-    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """Return one gradient per input from one cotangent per output."""
         __tracebackhide__ = True
-        residual = self._reader(residuals, cotangents)
-        return self.call.run_backward(self.kept, residual, self.needs, cotangents, is_transposed)
+        return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
 
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        full = scatter(cotangents, self.kept.outputs.has_tangent)
-        return select(self.gradients(residuals, full, is_transposed), self.needs)
+        return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -114,7 +112,7 @@ class LayerMap(LinearMap):
 
         def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
             __tracebackhide__ = True
-            gradients = self.transpose(residuals, cotangents, is_transposed=True)
+            gradients = self.transpose(residuals, cotangents)
             nonzero = [g is not None for g in gradients]
             return select(gradients, nonzero), nonzero
 
