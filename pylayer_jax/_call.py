@@ -227,7 +227,7 @@ class LayerCall:
     def run_jvp(
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Run `jvp` on one tangent per tensor of the call; return one tangent per differentiable output."""
+        """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)

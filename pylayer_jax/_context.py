@@ -163,10 +163,10 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        Each value may be a pytree, whose leaves that are not arrays are saved unchanged. A `jax.Ref` argument is saved
-        as a reference: `backward` reads what it then holds. In a second derivative, a saved input is the input itself,
-        a saved output has the derivative that `backward` defines, and for any other saved tensor JAX differentiates the
-        code of `forward` that computes it from inputs and outputs.
+        Each value may be a pytree, whose leaves that are not arrays are saved unchanged. Of a `jax.Ref` argument,
+        `backward` reads what it then holds. In a second derivative, a saved input is the input itself, a saved output
+        has the derivative that `backward` defines, and any other saved tensor that of the code of `forward` that
+        computes it from inputs and outputs.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -339,8 +339,6 @@ class SavedContext:
 
 
 class ForwardResult(NamedTuple):
-    """The result of a run of `forward`."""
-
     kept: SavedContext
     outputs: list[Any]
     residuals: list[Any]

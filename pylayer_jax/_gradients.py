@@ -140,7 +140,6 @@ _lock = threading.RLock()
 
 
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
-    """Warn that no gradient flows through integer or bool outputs, for which torch raises an error."""
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return
     needed = arguments.needs(needs)

@@ -38,11 +38,9 @@ _FLAGS = (*_VALUES, "generate_vmap_rule", "saved_names")
 
 
 def check_declarations(layer: Any) -> None:
-    """Raise an error for flags with invalid values or misspelled names."""
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # A user may name an attribute `hosts`, whose similarity with `host` is 0.89. So it is a misspelled `host`, in
-        # spite of the usual cutoff of 0.9, only if it has a value of `host`.
+        # The similarity of `hosts`, which a user may mean, with `host` is 0.89: it is misspelled if it has its values.
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -222,10 +220,8 @@ class PyLayer:
 
     Every reverse-mode transformation uses `backward`, at every order of differentiation. In forward mode and for
     `jax.hessian`, JAX transposes `backward`, which then has to be linear in its cotangents. Runs of `backward` share
-    the objects that `forward` kept on `ctx`, except containers, which are copied for each run.
-
-    In eager mode, a first derivative runs `forward` and `backward` on concrete values; a second derivative traces
-    `forward`.
+    the objects that `forward` kept on `ctx`, except containers, which are copied for each run. In eager mode, a first
+    derivative runs both methods on concrete values; a second derivative traces `forward`.
 
     A class may also define these static methods:
 
@@ -242,14 +238,13 @@ class PyLayer:
         forward_mode: whether forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) may transpose `backward`.
         saved_names: a name, or None, for each value of `save_for_backward`, for the policies of `jax.checkpoint`. True
             gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a pytree, its path follows the name,
-            as in `y['w']`. By default, saved values have no names, which cost memory in a scan: JAX treats a named
-            tensor as a new value, and stacks it in addition to the tensor itself.
+            as in `y['w']`. Names cost memory in a scan: JAX stacks a named tensor in addition to the tensor itself.
         host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
             and the other transformations. `ctx` may keep any object: it stays on the host. "forward" if `backward` is
-            JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a run of
-            `forward` on example arrays: random numbers from 0 to 1, zeros for integers, or the result of a static
-            method `example(*args)`. They come without a run from a static method `result_types(*args)`, which gets and
-            returns `jax.ShapeDtypeStruct` objects in place of arrays.
+            JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a static
+            method `result_types(*args)`, which gets and returns `jax.ShapeDtypeStruct` objects in place of arrays; or
+            from a run of `forward` on example arrays: the result of a static method `example(*args)`, or random
+            numbers from 0 to 1, and zeros for integers.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
         generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True only forbids a `vmap` method.

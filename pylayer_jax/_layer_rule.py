@@ -89,7 +89,6 @@ class LayerMap(LinearMap):
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
 
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return one gradient per input from one cotangent per output."""
         __tracebackhide__ = True
         return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
 
@@ -170,8 +169,6 @@ class CodeMap(LinearMap):
         self.types = [tangent_type(v.aval) for v in targets]
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
-        """Return a function that computes `targets` from the perturbed sources."""
-
         def function(*values: Any) -> Values:
             known = dict(zip(self.sources, merge(self.perturbed, values, residuals), strict=True))
             return evaluate_part(self.jaxpr, known, targets)
@@ -216,7 +213,6 @@ class StagedLayer(_hooks.LayerFunction):
 
     @property
     def outputs_jaxpr(self) -> Any:
-        """The part of the jaxpr that computes the outputs."""
         if not self.intermediates:
             return self.jaxpr
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
