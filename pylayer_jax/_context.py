@@ -402,23 +402,23 @@ def positions_of_kept(
     copied_from = {id(own): array for array, own in state.numpy_copies}
     known = [*state.inputs, *outputs]
 
-    def positions(x: Any) -> list[int]:
+    def position(x: Any) -> int | None:
         source: Any = copied_from.get(id(x), x)
         same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
-        if same and x is not source and x.tobytes() != source.tobytes():  # an output that was changed in place later
-            return []
-        return same[:1] if same and same[0] < len(state.inputs) else same[-1:]  # the first input, or the last output
+        if not same or (x is not source and x.tobytes() != source.tobytes()):  # or changed in place after the copy
+            return None
+        return same[0] if same[0] < len(state.inputs) else same[-1]  # the first input, or the last output
 
     for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
         for x in jax.tree.leaves(value, is_leaf=is_none):
-            if not positions(x) and not contains(statics, x):
+            if position(x) is None and not contains(statics, x):
                 raise ValueError(
                     f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
                     f"arguments, but this is {describe(x)}. Return it as another output, mark this output by "
                     "ctx.mark_non_differentiable, and keep the output."
                 )
-    tensors, skeleton = split((state.saved, dict(attributes)), lambda x: bool(positions(x)))
-    return ResidualTree(skeleton, [positions(x)[0] for x in tensors])
+    tensors, skeleton = split((state.saved, dict(attributes)), lambda x: position(x) is not None)
+    return ResidualTree(skeleton, [i for x in tensors if (i := position(x)) is not None])
 
 
 def is_none(x: Any) -> bool:
