@@ -116,8 +116,9 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes < report.total_unpacked_bytes / 4
         True
 
-    Cheap operations are the elementwise ones, such as a gelu, a normalization or a product with a mask, which the other
-    ready pairs compute again too. The results of all others are kept.
+    The results of matrix products, convolutions, reductions, comparisons, loops, custom rules and other operations that
+    are not cheap are kept. Elementwise operations such as a gelu, a normalization or a product with a mask are computed
+    again, as the other ready pairs do too.
 
     With a `limit`, backward also computes costly operations again until what the function keeps fits, those first that
     save most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks
@@ -299,10 +300,10 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         def is_divisible(x: Any) -> bool:  # `jax.export` makes symbolic lengths
             return _is_float(x) and x.ndim > 0 and isinstance(x.shape[-1], int)
 
-        def block_of(x: Any, length: int) -> tuple[int, int]:
-            """Return the length of a block of an axis, and the bytes of its codes and of its three numbers."""
-            n = _block_length(length, block_size)
-            return n, 3 * max(4, x.dtype.itemsize) + math.ceil(n * bits / 8)
+        def block_of(x: Any, in_shard: int) -> tuple[int, int]:
+            """Return the length of a block, and the bytes of its codes and of its three numbers."""
+            length = _block_length(in_shard, block_size)
+            return length, 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
 
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
