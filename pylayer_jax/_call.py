@@ -59,10 +59,7 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without their tensors, and the block of hooks around the call.
-
-    A *block* is the code in a user's `with saved_tensors_hooks(pack, unpack)` statement.
-    """
+    """One call of a layer: the class, the arguments without their tensors, and the hooks around the call."""
 
     __slots__ = ("arguments", "layer", "name", "outputs", "saver")
 

@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from ._call import LayerCall
 from ._context import ForwardResult
 from ._jax.jaxprs import evaluate_jaxpr
-from ._jax.rule_function import apply, as_batched_as, merge, select
+from ._jax.rule_function import Values, apply, as_batched_as, merge, select
 from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
 from ._jax.transparency import forbid_derivative
 from ._jax.types import as_arrays, explicit_sharding, is_ref, types_of
 from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
 from ._messages import closed_over, once_differentiable_error, source_of, tensors_in
-
-Values = list[Any]
 
 
 class TracedCall:
