@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 import types
@@ -15,17 +16,13 @@ from ._trees import LEAF, Skeleton, has_changed, split
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
-class Argument:
-    """One argument: its name, its skeleton, and the positions of its tensors."""
-
-    __slots__ = ("name", "skeleton", "span")
-
-    def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
-        self.name = name
-        self.skeleton = skeleton
-        self.span = slice(first, first + skeleton.size)  # the argument's positions among all tensors of the call
+class Argument(NamedTuple):
+    name: str
+    skeleton: Skeleton
+    span: slice  # the positions of its tensors among all tensors of the call
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Arguments:
     """The arguments of one layer call, in the order of the parameters of `forward`, without the tensors in them.
 
@@ -33,41 +30,33 @@ class Arguments:
         arguments.names()   # ['x', 'params']
         len(tensors)        # 3
 
-    An instance holds no array: it is part of a treedef, which JAX may cache.
+    It holds no array, since it is part of a treedef, which JAX may cache.
     """
 
-    __slots__ = ("arguments", "has_refs", "is_plain", "layer", "n_positional", "ref_mask", "types")
-
-    def __init__(
-        self, layer: str, arguments: list[Argument], tensor_types: list[Any], n_positional: int, ref_mask: list[bool]
-    ) -> None:
-        self.layer = layer
-        self.arguments = arguments
-        self.types = tensor_types
-        self.n_positional = n_positional  # how many arguments the layer's methods get by position
-        # True in nearly every call: each argument is one tensor, which the layer's methods get by position.
-        is_positional = n_positional == len(arguments)
-        self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
-        self.ref_mask = ref_mask  # one bool per tensor: whether the tensor is a Ref; empty if there is no Ref
-        self.has_refs = bool(ref_mask)
+    layer: str
+    arguments: list[Argument]
+    types: list[Any]  # of the tensors
+    n_positional: int  # how many arguments the layer's methods get by position
+    is_plain: bool  # True in nearly every call: each argument is one tensor, which methods get by position
+    ref_mask: list[bool]  # one bool per tensor: whether it is a Ref; empty if there is no Ref
 
     @staticmethod
     def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
-        arguments: list[Argument] = []
-        tensors: list[Any] = []
-        has_ref = False
+        arguments, tensors = list[Argument](), list[Any]()
+        has_ref, is_plain = False, n_positional == len(values)
         for name, value in values:
+            n = len(tensors)
             if is_array(value):  # the usual case
-                arguments.append(Argument(name, LEAF, len(tensors)))
+                arguments.append(Argument(name, LEAF, slice(n, n + 1)))
                 tensors.append(value)
                 continue
             found, skeleton = split(value, is_tensor_or_ref)
-            arguments.append(Argument(name, skeleton, len(tensors)))
-            found = as_arrays(found)
+            arguments.append(Argument(name, skeleton, slice(n, n + len(found))))
+            tensors += as_arrays(found)
+            is_plain = is_plain and skeleton is LEAF
             has_ref = has_ref or any(map(is_ref, found))
-            tensors += found
         ref_mask = [is_ref(x) for x in tensors] if has_ref else []
-        return Arguments(layer, arguments, types_of(tensors), n_positional, ref_mask), tensors
+        return Arguments(layer, arguments, types_of(tensors), n_positional, is_plain, ref_mask), tensors
 
     def names(self) -> list[str]:
         return [a.name for a in self.arguments]
@@ -83,9 +72,8 @@ class Arguments:
 
     def slots(self) -> list[Argument]:
         """Return the arguments that hold a tensor other than a Ref: `backward` returns a gradient for each."""
-        if not self.has_refs:
-            return [a for a in self.arguments if a.skeleton.size]
-        return [a for a in self.arguments if not all(self.ref_mask[a.span])]
+        is_refs = self.ref_mask or [False] * len(self.types)
+        return [a for a in self.arguments if not all(is_refs[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
         """Call `function(ctx, ...)` on the arguments of this call. Error messages show the name `method`."""
@@ -119,13 +107,14 @@ class Arguments:
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Turn one bool per tensor into one per argument."""
-        return tuple([any(mask[a.span]) for a in self.arguments])
+        """Turn one bool per tensor into one per argument: whether it needs a gradient, and can have one."""
+        can = self.can_get_gradient(mask)
+        return tuple([any(can[a.span]) for a in self.arguments])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
         """Return `mask` with False for integers, bools, PRNG keys and Refs, which have no gradient."""
         found = [m and has_tangent(t) for m, t in zip(mask, self.types, strict=True)]
-        return [m and not r for m, r in zip(found, self.ref_mask, strict=True)] if self.has_refs else found
+        return [m and not r for m, r in zip(found, self.ref_mask, strict=True)] if self.ref_mask else found
 
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
@@ -133,9 +122,8 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
     declared = _declared(layer)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
         return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
-    signature = declared.signature
     try:
-        bound = signature.bind(None, *args, **kwargs)
+        bound = declared.signature.bind(None, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
             f"{layer.__qualname__}.apply: {error}. It takes the arguments of forward without the context: "
@@ -144,26 +132,10 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
         ) from None
     if layer._has_setup_context():
         bound.apply_defaults()
-    positional: list[tuple[str, Any]] = []
-    keywords: list[tuple[str, Any]] = []
-    by_keyword = bound.kwargs
-    first = next(iter(signature.parameters.values()), None)
-    has_context = first is not None and first.kind is not first.VAR_POSITIONAL
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            # A method `forward(*args)` has no separate parameter for the context. The context is `args[0]`.
-            values = value if has_context else value[1:]
-            positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            keywords += value.items()
-        elif name in by_keyword:
-            keywords.append((name, value))
-        else:
-            positional.append((name, value))
-    if has_context:
-        del positional[0]
-    return Arguments.of(layer.__qualname__, positional + keywords, len(positional))
+    values = bound.args[1:]  # without the context, also if it is `args[0]` of a `forward(*args)`
+    names = [*declared.names, *(f"{declared.rest}[{i}]" for i in range(len(values) - len(declared.names)))]
+    pairs = [*zip(names, values, strict=False), *bound.kwargs.items()]
+    return Arguments.of(layer.__qualname__, pairs, len(values))
 
 
 def call_of_apply(layer: Any) -> str:
@@ -190,7 +162,8 @@ class _Declared(NamedTuple):
 
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
-    required: int  # how many of these parameters a call without keywords has to pass
+    rest: str  # the name of `*args`
+    required: int  # how many positional arguments a call without keywords has to pass
 
 
 # The outer key is `forward`, or its `__func__` if it is a bound method; the inner key says whether it is bound. A
@@ -216,5 +189,6 @@ def _declared(layer: Any) -> _Declared:
         required = len(parameters) - 1
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
-    known[is_bound] = _Declared(signature, tuple(p.name for p in plain), required)
+    rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
+    known[is_bound] = _Declared(signature, tuple(p.name for p in plain), rest, required)
     return known[is_bound]

@@ -59,10 +59,7 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without their tensors, and the block of hooks around the call.
-
-    A *block* is the code in a user's `with saved_tensors_hooks(pack, unpack)` statement.
-    """
+    """One call of a layer: the class, the arguments without their tensors, and the hooks around the call."""
 
     __slots__ = ("arguments", "layer", "name", "outputs", "saver")
 
@@ -85,18 +82,28 @@ class LayerCall:
         # In eager mode, JAX compiles each operation separately and ignores name scopes.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
-    def residual_names(self, kept: SavedContext, n_residuals: int) -> list[str]:
-        """Name each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
-        given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
-        given = () if self.layer.host is True else given  # JAX keeps the inputs, whatever `forward` saves
-        return kept.names(n_residuals, lambda i: (given[i] if i < len(given) else None) or f"saved[{i}]")
-
-    def checkpoint_name_of(self, index: int) -> str | None:
-        """Return the name of a saved value for the policies of `jax.checkpoint`, or None."""
+    def _given_names(self, kept: SavedContext) -> list[str | None]:
+        """Return the entry of `saved_names` for each saved value, or None."""
         given = self.layer.saved_names
+        if not given or self.layer.host is True:  # then JAX keeps the inputs, whatever `forward` saves
+            return [None] * kept.n_values
         if given is True:
-            return f"{self.layer.__name__}.saved[{index}]"
-        return given[index] if index < len(given) else None
+            return [f"{self.layer.__name__}.saved[{i}]" for i in range(kept.n_values)]
+        if len(given) != kept.n_values:
+            raise ValueError(
+                f"{self.name}.saved_names has {len(given)} names, but forward saved {kept.n_values} values with "
+                "ctx.save_for_backward. Give one for each, None for a value without a name."
+            )
+        return list(given)
+
+    def checkpoint_names(self, kept: SavedContext) -> list[str]:
+        """Return the name of each saved tensor for the policies of `jax.checkpoint`, or ""."""
+        return kept.names(self._given_names(kept))[: kept.n_saved]
+
+    def residual_names(self, kept: SavedContext) -> list[str]:
+        """Return the name of each residual for hooks and reports."""
+        given = [None] * kept.n_values if self.layer.saved_names is True else self._given_names(kept)
+        return kept.names([name or f"saved[{i}]" for i, name in enumerate(given)])
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -172,14 +179,9 @@ class LayerCall:
     # -- backward --------------------------------------------------------------------------------------
 
     def run_backward(
-        self,
-        kept: SavedContext,
-        residuals: Sequence[Any],
-        needs: Sequence[bool],
-        cotangents: Sequence[Any],
-        is_transposed: bool = False,
+        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], cotangents: Sequence[Any]
     ) -> list[Any]:
-        """Run `backward`, and return one gradient per tensor of the call. None stands for a zero."""
+        """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
         __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         cotangents = [
@@ -188,22 +190,18 @@ class LayerCall:
         ]
         if not [c for c in cotangents if c is not None]:
             return [None] * len(arguments.types)
-        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        ctx = self._context(kept, kept.saved, residual, needs)
         if layer.host == "forward":
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
-        given = outputs.cotangents(
-            _conjugated(cotangents) if is_conjugated else cotangents, kept.materialize, layer._torch_convention
-        )
+        cotangents = _conjugated(cotangents) if is_conjugated else cotangents
+        given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         state = TraceState()
         scope = self.scope("backward", state.is_staged)
         # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
         # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
-        # JAX may transpose a `backward` under @once_differentiable, whose error the undecorated method does not raise.
-        backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        if layer.host is True:
-            backward = functools.partial(_host_layer.run_backward, self, needs)
+        backward = functools.partial(_host_layer.run_backward, self, needs) if layer.host is True else layer.backward
         dead = [(x, name) for x, name in kept.held if not is_active(x)]
         try:
             watch = set_current_trace(_Watch(self.name, dead)) if dead else _null_context
@@ -224,30 +222,26 @@ class LayerCall:
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(
-        self, kept: SavedContext, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
+        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Run `jvp` on one tangent per tensor of the call, and return one tangent per differentiable output."""
+        """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
-        ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
+        ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
             result = jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(
-        self,
-        needs: Sequence[bool],
-        residuals: Sequence[Any],
-        saved: ResidualTree | None,
-        attributes: dict[str, ResidualTree],
+        self, kept: SavedContext, saved: ResidualTree | None, residual: Callable[[int], Any], needs: Sequence[bool]
     ) -> Any:
         return backward_context(
             self.layer._context,
             self.name,
-            lambda: self.arguments.needs(self.arguments.can_get_gradient(needs)),
-            lambda: None if saved is None else saved.fill(residuals),
-            {name: tree.fill(residuals) for name, tree in attributes.items()},
+            lambda: self.arguments.needs(needs),
+            lambda: None if saved is None else saved.fill(residual),
+            {name: tree.fill(residual) for name, tree in kept.attributes.items()},
         )
 
     # -- vmap --------------------------------------------------------------------------------------------
@@ -275,21 +269,17 @@ class LayerCall:
             values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
         except (TypeError, ValueError) as error:
             raise self.vmap_error(axis, result, error) from error
-        # A dict may have its keys in another order. tests: contract/test_vmap.py
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
-        places = expected.skeleton.tensor_paths()
-        if value_at.keys() != set(places):
-            given, needed = (", ".join(f"output{path}" for path in paths) for paths in (value_at, places))
-            raise ValueError(f"{self.name}.vmap: expected {needed}, as forward returns for one example; got {given}.")
-        values = [value_at[place] for place in places]
-        found = [f"{x.dtype}{list(x.shape)}" for x in values]
-        wanted = [f"{t.dtype}{[axis.size, *t.shape]}" for t in expected.types]
+        found = {path: f"{x.dtype}{list(x.shape)}" for path, x in value_at.items()}
+        types = zip(expected.skeleton.tensor_paths(), expected.types, strict=True)
+        wanted = {path: f"{t.dtype}{[axis.size, *t.shape]}" for path, t in types}
         if found != wanted:
+            needed, given = (", ".join(f"output{path}: {t}" for path, t in each.items()) for each in (wanted, found))
             raise ValueError(
-                f"{self.name}.vmap: expected outputs of dtypes and shapes {', '.join(wanted)} (with the batch axis in "
-                f"front), as forward returns them for one example; got {', '.join(found)}."
+                f"{self.name}.vmap: expected {needed} (with the batch axis in front), as forward returns for one "
+                f"example; got {given}."
             )
-        return values
+        return [value_at[path] for path in wanted]  # a dict may have its keys in another order
 
     def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
         return ValueError(

@@ -24,21 +24,6 @@ from ._trees import LEAF, Skeleton, contains, split
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
-def with_arrays_for_numbers(result: Any) -> Any:
-    """Convert numbers to arrays: in an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number."""
-    if is_tensor(result) or (isinstance(result, tuple) and any(map(is_tensor, result))):
-        return result
-    # tests: contract/test_vmap.py
-    tensors, skeleton = split(result)
-    if tensors or not any(map(_is_number, skeleton.statics())) or not has_named_axis():
-        return result
-    return skeleton.fill([], lambda static: jnp.asarray(static) if _is_number(static) else static)
-
-
-def _is_number(static: object) -> bool:
-    return isinstance(static, (int, float, complex)) and not isinstance(static, bool)
-
-
 class Outputs:
     """The structure and the types of the outputs of one run of `forward`, without the arrays."""
 
@@ -105,31 +90,27 @@ def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class ContextState:
     """The private state of a context: everything except the attributes that the user sets."""
 
-    __slots__ = (
-        "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
-        "returned", "saved", "saved_for_jvp",
-    )  # fmt: skip
-
-    def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
-        self.layer = layer
-        self.needs = needs  # returns the value of ctx.needs_input_grad
-        self.inputs = inputs
-        self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
-        # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
-        # array of the output, whose derivative `backward` defines.
-        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []
-        # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets
-        # as `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
-        self.returned: list[tuple[Any, Any]] = []
-        self.saved: tuple[Any, ...] | None = None
-        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
-        self.saved_for_jvp: tuple[Any, ...] | None = None
-        self.marked: list[Any] = []
-        self.must_return: list[tuple[Any, str, str]] = []  # (value that has to be an output, ctx method, advice)
-        self.materialize = True
+    layer: str
+    needs: Callable[[], tuple[bool, ...]]  # returns the value of ctx.needs_input_grad
+    inputs: Sequence[Any] = ()
+    in_forward: bool = True  # the context accepts saved tensors and flags only in `forward`
+    load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
+    saved: tuple[Any, ...] | None = None
+    saved_for_jvp: tuple[Any, ...] | None = None
+    materialize: bool = True
+    marked: list[Any] = dataclasses.field(default_factory=list[Any])
+    # (value that has to be an output, ctx method, advice)
+    must_return: list[tuple[Any, str, str]] = dataclasses.field(default_factory=list[Any])
+    # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
+    # array of the output, whose derivative `backward` defines.
+    numpy_copies: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list[Any])
+    # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets as
+    # `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
+    returned: Sequence[tuple[Any, Any]] = ()
 
     def as_output(self, value: Any) -> Any:
         """Return the JAX array that replaced a NumPy output of `forward`, or any other value itself."""
@@ -182,10 +163,10 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        Each value may be a pytree, whose leaves that are not arrays are saved unchanged. A `jax.Ref` argument is saved
-        as a reference: `backward` reads what it then holds. In a second derivative, a saved input is the input itself,
-        a saved output has the derivative that `backward` defines, and for any other saved tensor JAX differentiates the
-        code of `forward` that computes it from inputs and outputs.
+        Each value may be a pytree, whose leaves that are not arrays are saved unchanged. Of a `jax.Ref` argument,
+        `backward` reads what it then holds. In a second derivative, a saved input is the input itself, a saved output
+        has the derivative that `backward` defines, and any other saved tensor that of the code of `forward` that
+        computes it from inputs and outputs.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -278,9 +259,7 @@ def backward_context(
     attributes: dict[str, Any],
 ) -> PyLayerContext:
     """Make the context for `backward`; `load` returns the saved tensors."""
-    state = ContextState(layer, needs)
-    state.in_forward, state.load = False, load
-    ctx = kind(state)
+    ctx = kind(ContextState(layer, needs, in_forward=False, load=load))
     vars(ctx).update(attributes)
     return ctx
 
@@ -309,19 +288,16 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
 # -- the contents of a context after `forward` ------------------------------------------------------------
 
 
-class ResidualTree:
-    """A value that `forward` kept: its skeleton, and the indices of its tensors in the list of residuals."""
+class ResidualTree(NamedTuple):
+    """A value that `forward` kept, without its tensors."""
 
-    __slots__ = ("indices", "skeleton")
+    skeleton: Skeleton
+    indices: list[int]  # of its tensors, in the list of residuals
 
-    def __init__(self, skeleton: Skeleton, indices: list[int]) -> None:
-        self.skeleton = skeleton
-        self.indices = indices
-
-    def fill(self, residuals: Sequence[Any]) -> Any:
+    def fill(self, residual: Callable[[int], Any]) -> Any:
         """Return the value in new containers, which no other run of `backward` shares."""
         # JAX passes some constant residuals as NumPy arrays.
-        return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), copy_container)
+        return self.skeleton.fill(as_arrays([residual(i) for i in self.indices]), copy_container)
 
 
 # The types of mutable containers that may be leaves of a pytree.
@@ -341,18 +317,19 @@ class SavedContext:
     saved: ResidualTree | None  # the values of save_for_backward
     n_values: int  # the number of values that save_for_backward got; each may be a pytree
     n_saved: int  # the number of residuals from save_for_backward, which come first
+    n_residuals: int
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
     held: Sequence[tuple[Any, str]] = ()  # each tracer that a function or object holds, and where
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
-    def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
-        """Return the name of each residual, or "" for one without a name."""
-        names = [""] * n_residuals
+    def names(self, of_values: Sequence[str | None]) -> list[str]:
+        """Return the name of each residual, or "", from those of the values of save_for_backward."""
+        names = [""] * self.n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
                 index, rest = path[1:].split("]", 1)  # "[0]['w']" gives "0" and "['w']"
-                if not names[i] and (name := name_of_saved(int(index))) is not None:
+                if not names[i] and (name := of_values[int(index)]) is not None:
                     names[i] = name + rest
         others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
         for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
@@ -362,8 +339,6 @@ class SavedContext:
 
 
 class ForwardResult(NamedTuple):
-    """The result of a run of `forward`."""
-
     kept: SavedContext
     outputs: list[Any]
     residuals: list[Any]
@@ -372,8 +347,9 @@ class ForwardResult(NamedTuple):
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     """Collect what a run of `forward` returned and kept."""
     state = ctx._state
-    if not hasattr(result, "dtype"):  # a single array is the usual case
-        result = with_arrays_for_numbers(result)
+    if not hasattr(result, "dtype") and has_named_axis() and not (parts := split(result))[0]:
+        # In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number. tests: contract/test_vmap.py
+        result = parts[1].fill([], lambda x: jnp.asarray(x) if type(x) in (int, float, complex) else x)
     tensors, arrays, skeleton = Outputs.split(state.layer, result)
     if state.must_return:
         check_returned(state, tensors)
@@ -413,8 +389,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     if state.saved_for_jvp is not None and layer._jvp_method() is not None:
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
-    n_values = len(state.saved or ())
-    kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp, held)
+    counts = len(state.saved or ()), n_saved, len(residuals)
+    kept = SavedContext(outputs, state.materialize, saved, *counts, attributes, saved_for_jvp, held)
     return ForwardResult(kept, arrays, as_arrays(residuals))
 
 
@@ -426,23 +402,23 @@ def positions_of_kept(
     copied_from = {id(own): array for array, own in state.numpy_copies}
     known = [*state.inputs, *outputs]
 
-    def positions(x: Any) -> list[int]:
+    def position(x: Any) -> int | None:
         source: Any = copied_from.get(id(x), x)
         same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
-        if same and x is not source and x.tobytes() != source.tobytes():  # an output that was changed in place later
-            return []
-        return same[:1] if same and same[0] < len(state.inputs) else same[-1:]  # the first input, or the last output
+        if not same or (x is not source and x.tobytes() != source.tobytes()):  # or changed in place after the copy
+            return None
+        return same[0] if same[0] < len(state.inputs) else same[-1]  # the first input, or the last output
 
     for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
         for x in jax.tree.leaves(value, is_leaf=is_none):
-            if not positions(x) and not contains(statics, x):
+            if position(x) is None and not contains(statics, x):
                 raise ValueError(
                     f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
                     f"arguments, but this is {describe(x)}. Return it as another output, mark this output by "
                     "ctx.mark_non_differentiable, and keep the output."
                 )
-    tensors, skeleton = split((state.saved, dict(attributes)), lambda x: bool(positions(x)))
-    return ResidualTree(skeleton, [positions(x)[0] for x in tensors])
+    tensors, skeleton = split((state.saved, dict(attributes)), lambda x: position(x) is not None)
+    return ResidualTree(skeleton, [i for x in tensors if (i := position(x)) is not None])
 
 
 def is_none(x: Any) -> bool:

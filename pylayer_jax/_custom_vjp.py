@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from ._call import LayerCall
 from ._context import ForwardResult
 from ._jax.jaxprs import evaluate_jaxpr
-from ._jax.rule_function import apply, as_batched_as, merge, select
+from ._jax.rule_function import Values, apply, as_batched_as, merge, select
 from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
 from ._jax.transparency import forbid_derivative
 from ._jax.types import as_arrays, explicit_sharding, is_ref, types_of
 from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
 from ._messages import closed_over, once_differentiable_error, source_of, tensors_in
-
-Values = list[Any]
 
 
 class TracedCall:
@@ -57,7 +55,7 @@ jax.tree_util.register_static(TracedCall)
 def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     call, needs = traced_call.call, [False] * len(tensors)
-    if call.arguments.has_refs:
+    if call.arguments.ref_mask:
         return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
         return tuple(call.run_on_values(as_arrays(tensors), needs).outputs)
@@ -75,7 +73,7 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
     needs = [p.perturbed for p in primals]
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
         tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes a Python number, not an array
-        run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
+        run = call.run_on_values(tensors, needs)
     else:
         # If a staged call differentiates a value that `backward` closes over, JAX would silently treat it as a constant
         # (as of jax 0.12, also in a plain `jax.custom_vjp`). tests: test_closed_over.py
@@ -143,7 +141,7 @@ def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ..
     __tracebackhide__ = True
     call = traced_call.call
     tensors = tuple(as_arrays(tensors))
-    needs = call.arguments.can_get_gradient([True] * len(tensors))
+    needs = [True] * len(tensors)
 
     def error() -> Exception:
         return once_differentiable_error(call.layer) or ref_error(call)

@@ -140,10 +140,9 @@ _lock = threading.RLock()
 
 
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
-    """Warn that no gradient flows through integer or bool outputs, for which torch raises an error."""
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return
-    needed = arguments.needs(arguments.can_get_gradient(needs))
+    needed = arguments.needs(needs)
     if not layer._has_backward() or not any(needed):
         return
     names = ", ".join(name for name, need in zip(arguments.names(), needed, strict=True) if need)

@@ -349,7 +349,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         (*values, number), device = _bind(call, "forward", run, types, tensors, without_last=without_number)
         # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
         names = call.layer.saved_names
-        if name := call.checkpoint_name_of(0) if names is True else next(filter(None, names), None):
+        if name := f"{call.layer.__name__}.saved[0]" if names is True else next(filter(None, names), None):
             values = [checkpoint_name(x, name) for x in values] if is_held else values
             number = checkpoint_name(number, name)
         number = with_varying_axes(number, typeof(device)) if is_held else number
@@ -366,7 +366,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
     state.materialize = example.materialize
     saved, attributes = tensors, {"place": place, "number": number}
     if not is_held:
-        saved, attributes = example.context.fill([*tensors, *values])
+        saved, attributes = example.context.fill([*tensors, *values].__getitem__)
         attributes = {**attributes, _NUMBER: number}
     if saved is not None:
         ctx.save_for_backward(*saved)
@@ -407,8 +407,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """Run `vmap` on NumPy arrays. Return its outputs, and 0 as their batch axis."""
-    needs = call.arguments.needs(call.arguments.can_get_gradient([True] * len(tensors)))
-    example = _example_of(_Place(call, needs))
+    example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         with _refusing_tracers(call, "vmap"):

@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
@@ -27,15 +27,20 @@ from ._trees import split
 # -- flags of a class --------------------------------------------------------------------------------------
 
 
-_FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "host", "host_vmap", "saved_names")
+# The error of another value, and the values.
+_VALUES: Final[dict[str, tuple[Any, ...]]] = {
+    "complex_convention": (ValueError, "jax", "paddle"),
+    "forward_mode": (TypeError, True, False),
+    "host": (TypeError, True, False, "forward"),
+    "host_vmap": (TypeError, "sequential", "broadcast"),
+}
+_FLAGS = (*_VALUES, "generate_vmap_rule", "saved_names")
 
 
 def check_declarations(layer: Any) -> None:
-    """Raise an error for flags with invalid values or misspelled names."""
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # A user may name an attribute `hosts`, whose similarity with `host` is 0.89. So it is a misspelled `host`, in
-        # spite of the usual cutoff of 0.9, only if it has a value of `host`.
+        # The similarity of `hosts`, which a user may mean, with `host` is 0.89: it is misspelled if it has its values.
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -43,14 +48,10 @@ def check_declarations(layer: Any) -> None:
             raise TypeError(
                 f"{name}.{member}: a layer has no such attribute, and {near[0]} is not set. Did you mean {near[0]}?"
             )
-    if not isinstance(layer.forward_mode, bool):
-        raise TypeError(f"{name}.forward_mode: expected True or False, got {describe(layer.forward_mode)}.")
-    if layer.complex_convention not in ("jax", "paddle"):
-        raise ValueError(f"{name}.complex_convention: expected 'jax' or 'paddle', got {layer.complex_convention!r}.")
-    for flag, values in {"host": (True, False, "forward"), "host_vmap": ("sequential", "broadcast")}.items():
+    for flag, (error, *values) in _VALUES.items():
         found = getattr(layer, flag)
         if not any(found is x or (isinstance(found, str) and found == x) for x in values):
-            raise TypeError(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
+            raise error(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
     if layer.host and (layer.forward_mode or layer._jvp_method() is not None):
         given = "forward_mode = True" if layer.forward_mode else "a jvp method"
         raise TypeError(
@@ -125,7 +126,6 @@ def once_differentiable(backward: Method) -> Method:
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded
-    decorated.undecorated = backward
     decorated.second_derivative_error = second_derivative_error
     return decorated
 
@@ -148,9 +148,7 @@ class _Layer(Protocol[P, R]):
     def forward(self) -> Callable[Concatenate[Any, P], R]: ...
 
 
-class _FunctionWithContext(Protocol[P, R]):
-    @property
-    def forward(self) -> Callable[Concatenate[Any, P], R]: ...
+class _FunctionWithContext(_Layer[P, R], Protocol[P, R]):
     @property
     def setup_context(self) -> Callable[[Any, Any, Any, Any], Any]: ...
 
@@ -222,10 +220,8 @@ class PyLayer:
 
     Every reverse-mode transformation uses `backward`, at every order of differentiation. In forward mode and for
     `jax.hessian`, JAX transposes `backward`, which then has to be linear in its cotangents. Runs of `backward` share
-    the objects that `forward` kept on `ctx`, except containers, which are copied for each run.
-
-    In eager mode, a first derivative runs `forward` and `backward` on concrete values; a second derivative traces
-    `forward`.
+    the objects that `forward` kept on `ctx`, except containers, which are copied for each run. In eager mode, a first
+    derivative runs both methods on concrete values; a second derivative traces `forward`.
 
     A class may also define these static methods:
 
@@ -242,14 +238,13 @@ class PyLayer:
         forward_mode: whether forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) may transpose `backward`.
         saved_names: a name, or None, for each value of `save_for_backward`, for the policies of `jax.checkpoint`. True
             gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a pytree, its path follows the name,
-            as in `y['w']`. By default, saved values have no names, which cost memory in a scan: JAX treats a named
-            tensor as a new value, and stacks it in addition to the tensor itself.
+            as in `y['w']`. Names cost memory in a scan: JAX stacks a named tensor in addition to the tensor itself.
         host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
             and the other transformations. `ctx` may keep any object: it stays on the host. "forward" if `backward` is
-            JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a run of
-            `forward` on example arrays: random numbers from 0 to 1, zeros for integers, or the result of a static
-            method `example(*args)`. They come without a run from a static method `result_types(*args)`, which gets and
-            returns `jax.ShapeDtypeStruct` objects in place of arrays.
+            JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a static
+            method `result_types(*args)`, which gets and returns `jax.ShapeDtypeStruct` objects in place of arrays; or
+            from a run of `forward` on example arrays: the result of a static method `example(*args)`, or random
+            numbers from 0 to 1, and zeros for integers.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
         generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True only forbids a `vmap` method.
@@ -331,38 +326,32 @@ class PyLayer:
         __tracebackhide__ = True
         arguments, tensors = bind(cls, args, kwargs)
         call = LayerCall(cls, arguments)
-        return call.run_undifferentiated(tensors) if nothing_is_traced() else _apply_traced(call, tensors)
-
-
-_NO_HOOKS = contextlib.nullcontext()
-
-
-def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
-    __tracebackhide__ = True
-    state = TraceState()
-    if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
-        return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.saver = _hooks.saver_of(call.layer.__name__, tensors, is_exact=call.layer.host is True)
-    traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
-    # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
-    with _NO_HOOKS if call.saver is None else _hooks.layers_pack_themselves():
-        try:
-            values = _bind(traced_call, tensors, state)
-        except jax.errors.UnexpectedTracerError as error:
-            raise call.closed_over_error() from error
-    if call.saver is not None:
-        _hooks.mark_as_computed(values)
-    assert call.outputs is not None
-    # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
-    values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
-    return call.outputs.skeleton.fill(values)
+        if nothing_is_traced():
+            return call.run_undifferentiated(tensors)
+        state = TraceState()
+        if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
+            return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
+        call.saver = _hooks.saver_of(cls.__name__, tensors, is_exact=cls.host is True)
+        traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
+        # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
+        with contextlib.nullcontext() if call.saver is None else _hooks.layers_pack_themselves():
+            try:
+                values = _bind(traced_call, tensors, state)
+            except jax.errors.UnexpectedTracerError as error:
+                raise call.closed_over_error() from error
+        if call.saver is not None:
+            _hooks.mark_as_computed(values)
+        assert call.outputs is not None
+        # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
+        values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
+        return call.outputs.skeleton.fill(values)
 
 
 def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Sequence[Any]:
     """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`."""
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
-    takes_refs = call.arguments.has_refs
+    takes_refs = bool(call.arguments.ref_mask)
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.

@@ -88,22 +88,19 @@ class LayerMap(LinearMap):
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
 
-    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
-        """Return one gradient per input from one cotangent per output."""
+    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        unpacked = self._unpacked(residuals, cotangents)
-        return self.call.run_backward(self.kept, unpacked, self.needs, cotangents, is_transposed)
+        return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
 
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        full = scatter(cotangents, self.kept.outputs.has_tangent)
-        return select(self.gradients(residuals, full, is_transposed), self.needs)
+        return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         if self.call.layer._jvp_method() is not None:
-            unpacked, given = self._unpacked(residuals, ()), scatter(tangents, self.needs)
-            pushed = self.call.run_jvp(self.kept, unpacked, self.needs, given)
+            residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
+            pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
         else:
             pushed = self._evaluate_by_transposing(residuals, tangents)
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
@@ -114,7 +111,7 @@ class LayerMap(LinearMap):
 
         def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
             __tracebackhide__ = True
-            gradients = self.transpose(residuals, cotangents, is_transposed=True)
+            gradients = self.transpose(residuals, cotangents)
             nonzero = [g is not None for g in gradients]
             return select(gradients, nonzero), nonzero
 
@@ -146,25 +143,13 @@ class LayerMap(LinearMap):
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
-    def _unpacked(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Unpack each packed tensor when it is first read; in a compiled program, XLA waits for the cotangents."""
+    def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
+        """Return a function of an index, which unpacks a tensor when `backward` first reads it."""
         if self.packed is None:
-            return residuals
-        n = self.packed.n_arrays
-        return _Unpacked(self.packed.unpack(residuals[:n], cotangents), self.kept.n_saved, residuals[n:])
-
-
-class _Unpacked(Sequence[Any]):
-    """The residuals of a layer; the first `n_packed` are unpacked when they are read."""
-
-    def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
-        self.packed, self.n_packed, self.rest = packed, n_packed, rest
-
-    def __len__(self) -> int:
-        return self.n_packed + len(self.rest)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.packed[i] if i < self.n_packed else self.rest[i - self.n_packed]
+            return residuals.__getitem__
+        n_arrays, n_saved = self.packed.n_arrays, self.kept.n_saved
+        unpacked = self.packed.unpack(residuals[:n_arrays], cotangents)  # XLA waits for the cotangents
+        return lambda i: unpacked[i] if i < n_saved else residuals[n_arrays + i - n_saved]
 
 
 class CodeMap(LinearMap):
@@ -184,8 +169,6 @@ class CodeMap(LinearMap):
         self.types = [tangent_type(v.aval) for v in targets]
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
-        """Return a function that computes `targets` from the perturbed sources."""
-
         def function(*values: Any) -> Values:
             known = dict(zip(self.sources, merge(self.perturbed, values, residuals), strict=True))
             return evaluate_part(self.jaxpr, known, targets)
@@ -212,15 +195,7 @@ class StagedLayer(_hooks.LayerFunction):
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
     """
 
-    def __init__(
-        self,
-        call: LayerCall,
-        jaxpr: Any,
-        n_consts: int,
-        kept: SavedContext,
-        positions: list[int],
-        jaxpr_without_names: Any,
-    ) -> None:
+    def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int]) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
@@ -235,15 +210,13 @@ class StagedLayer(_hooks.LayerFunction):
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.sources = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
         self.intermediates = results[self.n_outputs :]  # the variables that are computed from `sources`
-        self._jaxpr_without_names = jaxpr_without_names
 
     @property
     def outputs_jaxpr(self) -> Any:
-        """The part of the jaxpr that computes the outputs, without `checkpoint_name` for `saved_names`."""
         if not self.intermediates:
-            return self._jaxpr_without_names
+            return self.jaxpr
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self._jaxpr_without_names, used, instantiate=True)[0]
+        return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
 
     def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         """Return the values (or tangents, or batch axes) of the variables in `sources`."""
@@ -258,8 +231,8 @@ class StagedLayer(_hooks.LayerFunction):
         return self.call.layer.__name__
 
     def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
-        names = self.call.residual_names(self.kept, len(self.positions))
-        return list(zip(self.residuals(operands[self.n_consts :], results), names, strict=True))
+        residuals = self.residuals(operands[self.n_consts :], results)
+        return list(zip(residuals, self.call.residual_names(self.kept), strict=True))
 
     @property
     def is_divisible(self) -> bool:
@@ -370,16 +343,15 @@ def stage_layer(
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
-    named = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
-        names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
+        names = call.checkpoint_names(kept)
         saved = [(variables[i], name) for i, name in zip(positions, names, strict=False) if name]
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
-            named = with_checkpoint_names(jaxpr, name_of, call.source)
+            jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
             kept = dataclasses.replace(kept, has_names=True)
-    return StagedLayer(call, named, len(consts), kept, positions, jaxpr), consts
+    return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
 
 def _stage_forward(
@@ -394,10 +366,9 @@ def _stage_forward(
 
     def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
         __tracebackhide__ = True
-        needs = call.arguments.can_get_gradient([True] * len(inputs))
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
-        kept, outputs, residuals = call.run_forward(inputs, needs)
+        kept, outputs, residuals = call.run_forward(inputs, [True] * len(inputs))
         # Each staged input is a distinct tracer, even if the caller passed one array twice, so `id` identifies each
         # residual.
         known = {id(x) for x in (*inputs, *outputs)}
@@ -488,12 +459,12 @@ def linearize(
         warn_of_integer_outputs(call.layer, kept.outputs, call.arguments, needs)
     packed, owners = None, range(n)  # the index of the saved tensor to which each of the first residuals belongs
     if packs and call.saver is not None and n:
-        names = call.residual_names(kept, len(residuals))
+        names = call.residual_names(kept)
         packed, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
         residuals = [*arrays, *_hooks.held(residuals[n:])]
         owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
-        names, unnamed = _checkpoint_names(call, kept, len(run.residuals)), residuals
+        names, unnamed = call.checkpoint_names(kept), residuals
         residuals = list(unnamed)
         for i, owner in enumerate(owners):
             x = unnamed[i]
@@ -505,16 +476,3 @@ def linearize(
         named = list(zip(unnamed, residuals, strict=True))
         outputs = [next((y for x, y in named if x is output), output) for output in outputs]
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
-
-
-def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
-    """Return the name of each residual for the policies of `jax.checkpoint`, or ""."""
-    given = call.layer.saved_names
-    if not given or call.layer.host is True:  # see `run_forward` in `_host_layer.py`
-        return [""] * n_tensors
-    if given is not True and len(given) != kept.n_values:
-        raise ValueError(
-            f"{call.name}.saved_names has {len(given)} names, but forward saved {kept.n_values} values with "
-            "ctx.save_for_backward. Give one for each, None for a value without a name."
-        )
-    return kept.names(n_tensors, call.checkpoint_name_of)

@@ -105,7 +105,6 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
 
 @contextlib.contextmanager
 def noting(layer: str, method: str) -> Generator[None]:
-    """Add the note to an error that is raised inside."""
     try:
         yield
     except Exception as error:
@@ -296,8 +295,6 @@ class OnceDifferentiableError(RuntimeError):
 
 
 class HostBackwardError(OnceDifferentiableError):
-    """Raised if a second derivative goes through a `backward` that runs on NumPy arrays."""
-
     def __init__(self, layer: str) -> None:
         super().__init__(
             f"{layer}.backward gets NumPy arrays (host = True), so it has no derivative, but a second derivative goes "
@@ -314,8 +311,6 @@ def once_differentiable_error(layer: Any) -> Any:
 
 
 class NoForwardModeError(TypeError):
-    """Raised if forward mode is used on a layer that has no rule for forward mode."""
-
     def __init__(self, layer: Any) -> None:
         name = layer.__qualname__
         advice = (

@@ -67,14 +67,10 @@ class Skeleton:
         )
 
     def without_statics(self, tensors: Sequence[Any]) -> Any:
-        """Rebuild the tree from `tensors`, with None in place of every static.
-
-        If a class accepts arrays only, and the `tensors` are equal numbers or None, one of them stands for the whole
-        tree.
-        """
+        """Rebuild the tree from `tensors`, with None in place of every static."""
         try:
             return self.fill(tensors, lambda _: None)
-        except Exception:
+        except Exception:  # a class may accept arrays only; of equal numbers or None, one stands for the whole tree
             if any(is_tensor(x) or x != tensors[0] for x in tensors):
                 raise
             return tensors[0]
@@ -172,11 +168,8 @@ def _tuple_of(count: int) -> Skeleton:
 
 
 def _is_dict(_: Any, node: Any) -> bool:
-    return type(node) in (
-        dict,
-        collections.defaultdict,
-        collections.OrderedDict,
-    )  # for JAX, other subclasses are leaves
+    # For JAX, other subclasses are leaves.
+    return type(node) in (dict, collections.defaultdict, collections.OrderedDict)
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:

@@ -6,11 +6,15 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-A pair packs the residuals that are computed inside the block, so put the block around the whole loss. With
-`arguments=True`, it also packs values from outside the block, such as weights and inputs, and slices, reshapes and
-casts of them. Integers, complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an array
-and its origin (see `saved_tensors_hooks`), that selects the tensors to pack: `cast_saved(only=lambda x: x.ndim > 1)`
-leaves out vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every tensor.
+A pair packs the residuals that are computed inside the block, so put the block around the whole loss. Integers, complex
+numbers and PRNG keys are not packed. Unpacking restores the dtype, the sharding and the weak type of every tensor.
+
+Args of every pair, except `chain` and `by_name`, which have those of the pairs in them:
+    recompute: whether backward computes cheap operations again instead of keeping their results: True by default.
+    arguments: whether to pack values from outside the block too, such as weights and inputs, and slices, reshapes and
+        casts of them.
+    only: a predicate of an array, or of an array and its origin (see `saved_tensors_hooks`), that selects the tensors
+        to pack: `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars.
 """
 
 from __future__ import annotations
@@ -61,8 +65,6 @@ def _is_float(x: Any) -> bool:
 class _ReadyPair(saved_tensors_hooks):
     """Base class of the ready pairs, whose pack hooks return an array, or a function without arguments as a pytree."""
 
-    _limit: float | None = None
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
             name, packer = getattr(args[0], "__name__", "the function"), cls.__name__
@@ -79,6 +81,7 @@ class _ReadyPair(saved_tensors_hooks):
         recompute: bool,
         arguments: bool,
         only: Only | None,
+        limit: float | None = None,
     ) -> None:
         condition = predicate(type(self).__name__, only)
         self._set_up(
@@ -88,7 +91,7 @@ class _ReadyPair(saved_tensors_hooks):
             recomputes=bool(recompute),
             packs_arguments=bool(arguments),
             only=condition if step is None else None,
-            limit=self._limit,
+            limit=limit,
         )
 
 
@@ -117,10 +120,10 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     are not cheap are kept. Elementwise operations such as a gelu, a normalization or a product with a mask are computed
     again, as the other ready pairs do too.
 
-    With a `limit`, the decorated function is planned as a whole. Until what it keeps fits, backward computes costly
-    operations again too, those first that save most bytes for an operation: matrix products, convolutions, reductions,
-    slices, gathers, random bits and masks that follow from keys and integers. What decides by floats, loops,
-    collectives, kernels, effects and custom rules are never repeated. Such a pair decorates a function; it is no block.
+    With a `limit`, backward also computes costly operations again until what the function keeps fits, those first that
+    save most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks
+    that follow from keys and integers. What decides by floats, loops, collectives, kernels, effects and custom rules
+    are never repeated. Such a pair decorates a function; it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
@@ -128,7 +131,7 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         arguments: whether to compute again what follows from values outside the block.
-        only: a predicate that selects the tensors that may be computed again.
+        only: a predicate that selects the tensors that may be computed again; see `pylayer_jax.packers`.
         limit: the bytes of one device that backward may keep, beside what came from outside: a number, or a text such
             as "64 MiB". In a loop, for all iterations together; in a function that `jax.vmap` batches, for one example.
 
@@ -142,8 +145,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """
 
     def __init__(self, *, arguments: bool = False, only: Only | None = None, limit: float | str | None = None) -> None:
-        self._limit = None if limit is None else bytes_of(limit, "recompute_saved")
-        super().__init__(recompute_saved, (self._limit,), None, True, arguments, only)
+        n_bytes = None if limit is None else bytes_of(limit, "recompute_saved")
+        super().__init__(recompute_saved, (n_bytes,), None, True, arguments, only, n_bytes)
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -152,15 +155,13 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         >>> print(jax.grad(save_on_cpu()(jnp.sin))(0.0))
         1.0
 
-    Eager mode keeps each tensor as a NumPy array, unless `pin_memory` is True or the array is spread over several
-    processes. Then it moves the tensor, as traced code does, to the host memory space of its device
-    (`jax.memory.Space.Host`), if the device has one.
+    Traced code moves each tensor to the host memory space of its device (`jax.memory.Space.Host`), if the device has
+    one. So does eager mode with `pin_memory`, or if the array is spread over several processes. Otherwise it keeps a
+    NumPy array.
 
     Args:
         pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
     """
 
     def __init__(
@@ -208,24 +209,20 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
-        TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
+        TypeError: for another dtype.
     """
 
     def __init__(
         self, dtype: Any = jnp.bfloat16, *, recompute: bool = True, arguments: bool = False, only: Only | None = None
     ) -> None:
-        try:
+        narrow = dtype
+        with contextlib.suppress(TypeError):  # it is no dtype
             narrow = jnp.dtype(dtype)
-        except TypeError:
-            narrow = None
-        if narrow is None or not jnp.issubdtype(narrow, jnp.floating):
-            got = repr(dtype) if narrow is None else narrow
-            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
+        if not (isinstance(narrow, np.dtype) and jnp.issubdtype(narrow, jnp.floating)):
+            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {narrow!r}.")
         if narrow.itemsize < 2:
             raise TypeError(
                 f"cast_saved: the range of {narrow} is too small for saved tensors (float8_e4m3fn ends at 448; larger "
@@ -278,12 +275,10 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             the axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
         stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
             its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
-        ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
+        ValueError: for other `bits`, or if `block_size` is not a positive even number.
     """
 
     def __init__(
@@ -302,16 +297,20 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
+        def is_divisible(x: Any) -> bool:  # `jax.export` makes symbolic lengths
+            return _is_float(x) and x.ndim > 0 and isinstance(x.shape[-1], int)
+
+        def block_of(x: Any, in_shard: int) -> tuple[int, int]:
+            """Return the length of a block, and the bytes of its codes and of its three numbers."""
+            length = _block_length(in_shard, block_size)
+            return length, 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            if not (_is_float(x) and x.ndim and x.size):
+            if not (is_divisible(x) and x.size):
                 return x
-            # `jax.export` makes symbolic lengths.
-            is_number = isinstance(x.shape[-1], int)
-            length = _block_length(x.shape[-1] // shard_counts(x)[-1], block_size) if is_number else 1
-            # Each block also keeps three numbers, in float64 or float32.
-            n_bytes = 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+            length, n_bytes = block_of(x, x.shape[-1] // shard_counts(x)[-1])
             if n_bytes >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
@@ -323,10 +322,10 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return Rounding(Error.RANGE, 0.5 / (2**bits - 3)) if may_be_packed else EXACT
 
         def size(x: Any) -> float:
-            if not rounding(x).size or not isinstance(x.shape[-1], int):
+            if not (is_divisible(x) and x.shape[-1]):
                 return _n_bytes(x)
-            block = _block_length(x.shape[-1], block_size)
-            return min(_n_bytes(x), math.prod(x.shape) * (bits / 8 + 3 * max(4, x.dtype.itemsize) / block))
+            length, n_bytes = block_of(x, x.shape[-1])
+            return min(_n_bytes(x), math.prod(x.shape) * (n_bytes / length))
 
         settings = bits, block_size, rounds_stochastically
         step = Step(pack, _restored, rounding=rounding, size=size)
@@ -530,13 +529,11 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         directory: the directory in which the pair creates a folder for its files. It is created if needed.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
+        recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
-        OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
-            files stay readable. Backward raises this error too, if a file was deleted or changed, or cannot be read.
+        OSError: if the directory cannot be written to, or is full (complete files stay readable); in backward, if a
+            file was deleted or changed, or cannot be read.
     """
 
     def __init__(
@@ -620,14 +617,13 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked, but no
-    numbers, strings and other objects. For example, `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as
-    four arrays: integers of shape [1024, 8, 128], and three numbers for each block, each of shape [1024, 8].
-    `save_on_cpu` and `save_on_disk` move these four. They move an array of integers only if an earlier pair of the
-    chain made it.
+    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked. For example,
+    `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as four arrays: integers of shape [1024, 8, 128],
+    and three numbers for each block, each of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move these four, and no
+    other integers.
 
-    A chain is `differentiable` (an argument of `saved_tensors_hooks`) if every pair is, and it packs values from
-    outside the block if every pair does.
+    A chain is `differentiable` (an argument of `saved_tensors_hooks`), packs values from outside the block, and
+    computes cheap operations again, if every pair does.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -636,7 +632,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     Raises:
         TypeError: if an argument is not a pair, or if there are no arguments.
-        ValueError: if a pair follows a pair that must come last, or for a `by_name` or a chain with `only`.
+        ValueError: for a pair in the wrong place, a `by_name`, or a chain with `only`.
     """
 
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
@@ -682,26 +678,23 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The names of a tensor are those of `info`, the second argument of a predicate `only`: `info.name`, `info.layer`,
-    `info.operation`, and those in `info.inside`, from the innermost to the outermost. The first that is a key of the
-    dict decides. So the name of a module's class selects the tensors that the module computes:
-    `{"Attention": save_on_cpu(), ...: None}`. The key `...` is for all others.
-    `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it is no block.
+    Of the names in a tensor's origin (see `saved_tensors_hooks`), the first that is a key decides: `info.name`,
+    `info.layer`, `info.operation`, then those in `info.inside`, from the innermost to the outermost. So the name of a
+    module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key
+    `...` is for all others. `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it
+    is no block.
 
-    Backward recomputes cheap operations unless this could enlarge the packing error; if the pairs differ in what it may
-    recompute, the strictest decides for all. Values from outside the block are packed only if all pairs have
-    `arguments=True`.
+    Backward computes cheap operations again, and values from outside the block are packed, only if all pairs say so.
 
     Args:
-        pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a
+        pairs: a dict from a name, or Ellipsis, to a pair of hooks, a chain, or None: such tensors, and those without a
             key, are not packed.
 
     Raises:
         TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
 
     Warns:
-        UserWarning: if a key of the dict is the name of no tensor that is kept, although code in the block keeps
-            tensors. Each pair warns once.
+        UserWarning: if a key is the name of no tensor that is kept, although others are; once per pair.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
