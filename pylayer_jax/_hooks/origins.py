@@ -293,7 +293,7 @@ Parts = tuple[list[Value], list[int], list[tuple[Value, ...]], list[Note]]
 def _scan_parts(equations: Equations, operands: list[Value]) -> Parts:
     params = equations[-1].params
     (inner,) = inner_jaxprs(params)
-    n_consts, n_carry = scan_counts(params)
+    n_consts, n_carry = scan_counts(equations[-1])
     n_before = n_consts + n_carry
     carry = [Value(v.aval, "operation", "scan", equations) for v in inner.invars[n_consts:n_before]]
     slices = _slices(operands[n_before:], inner.invars[n_before:])

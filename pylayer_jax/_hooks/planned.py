@@ -234,7 +234,7 @@ def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings,
     if not has_bodies or name not in _BODIES or any(jaxpr_and_consts(p)[1] for p in _jaxprs_of(params)):
         return e
     if name == "scan":
-        n_consts, n_carry = scan_counts(params)
+        n_consts, n_carry = scan_counts(e)
         around = around._replace(times=around.times * params["length"])
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
         return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})

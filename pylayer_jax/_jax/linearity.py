@@ -21,7 +21,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
+from .jaxprs import inner_jaxprs, interpret, jaxpr_and_consts, scan_counts
 from .rule_function import linear_map_p, merge, payload_of, rule_function_p, scatter, select
 from .traces import eval_jaxpr
 from .types import full_cotangent, has_tangent
@@ -65,20 +65,15 @@ def _is_zero(value: Any) -> bool:
 
 
 def evaluate_kinds(jaxpr: Any, kinds: Sequence[Kind]) -> list[Kind]:
-    kind_of: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
-    kind_of |= dict.fromkeys(jaxpr.constvars, CONSTANT)
+    known = dict.fromkeys(jaxpr.constvars, CONSTANT) | dict(zip(jaxpr.invars, kinds, strict=True))
+    return interpret(_kinds, jaxpr.eqns, known, jaxpr.outvars, lambda a: ZERO if _is_zero(a.val) else CONSTANT)
 
-    def read(atom: Any) -> Kind:
-        return (ZERO if _is_zero(atom.val) else CONSTANT) if is_literal(atom) else kind_of[atom]
 
-    for equation in jaxpr.eqns:
-        operands = [read(a) for a in equation.invars]
-        name = equation.primitive.name
-        results = _RULES.get(name, _unknown)(equation, operands)
-        for variable, kind in zip(equation.outvars, results, strict=True):
-            lost = kind == LINEAR and not has_tangent(variable.aval)
-            kind_of[variable] = f"{name!r}, whose result has no tangent" if lost else kind
-    return [read(a) for a in jaxpr.outvars]
+def _kinds(equation: Any, operands: list[Kind]) -> list[Kind]:
+    name = equation.primitive.name
+    results = zip(equation.outvars, _RULES.get(name, _unknown)(equation, operands), strict=True)
+    lost = f"{name!r}, whose result has no tangent"
+    return [lost if kind == LINEAR and not has_tangent(v.aval) else kind for v, kind in results]
 
 
 # -- the table -----------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ def _loop(body: Any, operands: list[Kind], n_consts: int, n_carried: int) -> lis
 
 
 def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
-    return _loop(equation.params["jaxpr"], operands, *scan_counts(equation.params))
+    return _loop(equation.params["jaxpr"], operands, *scan_counts(equation))
 
 
 def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
