@@ -249,7 +249,12 @@ def jaxpr_of(like: Any, equations: Sequence[Any]) -> Any:
     inputs = [v for v in variables([x for e in equations for x in e.invars]) if v not in results]
     effects = frozenset[Any]().union(*[e.effects for e in equations])
     return like.replace(
-        constvars=(), invars=inputs, outvars=list(results), eqns=list(equations), effects=effects, debug_info=_DEBUG_INFO
+        constvars=(),
+        invars=inputs,
+        outvars=list(results),
+        eqns=list(equations),
+        effects=effects,
+        debug_info=_DEBUG_INFO,
     )
 
 
@@ -280,9 +285,10 @@ def opened(jaxpr: Any) -> Opened:
             if outer is not None:
                 traceback = source.traceback if users[id(code)] else outer.traceback
                 source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
-            if equation.primitive.name == "jit" and not jaxpr_and_consts(params["jaxpr"])[1] and is_inlinable(params):
-                call = equation.replace(source_info=source)
-                return copied(jaxpr_and_consts(params["jaxpr"])[0], operands, (*calls, call))
+            if equation.primitive.name == "jit" and is_inlinable(params):
+                inner, consts = jaxpr_and_consts(params["jaxpr"])
+                if not consts:
+                    return copied(inner, operands, (*calls, equation.replace(source_info=source)))
             # The jaxpr of a jitted function may be called several times, so its variables are made anew.
             results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
             found.calls.append(calls)

@@ -53,7 +53,8 @@ def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
     """Return a list that has the values, in order, where the mask is True, and None elsewhere."""
-    return merge(mask, values, [None] * len(mask))
+    rest = iter(values)
+    return [next(rest) if is_set else None for is_set in mask]
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
@@ -377,9 +378,9 @@ rule_function_p = ObjectPrimitive("rule_function", "call_jaxpr")
 
 def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
     __tracebackhide__ = True
-    given = [t if t is not None and has_tangent(typeof(p)) else None for p, t in zip(primals, tangents, strict=True)]
-    if any(t is not None for t in given):
-        return function.rule(primals, given)
+    nonzero = [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
+    if any(nonzero):
+        return function.rule(primals, [t if is_set else None for is_set, t in zip(nonzero, tangents, strict=True)])
     values = apply(function, primals)
     return values, [None] * len(values)
 
@@ -480,10 +481,8 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
 
 def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
     __tracebackhide__ = True
-    n = linear.n_residuals
-    if all(c is None for c in cotangents):
-        return [None] * len(args)
-    return [*[None] * n, *linear.transpose(args[:n], cotangents)]
+    n, nonzero = linear.n_residuals, [c is not None for c in cotangents]
+    return [*[None] * n, *linear.transpose(args[:n], cotangents)] if any(nonzero) else [None] * len(args)
 
 
 def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
