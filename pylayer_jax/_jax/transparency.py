@@ -211,7 +211,7 @@ class Identity(RuleFunction):
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
 
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+    def lower_rule(self, context: Any, *args: Any) -> Any:
         return args  # lowering an empty jaxpr is slower
 
 
@@ -225,7 +225,7 @@ class Barrier(Identity):
 
     name = "barrier"
 
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+    def lower_rule(self, context: Any, *args: Any) -> Any:
         # The jaxpr has no barrier: in jax 0.10, all results vary if an operand does. tests: devices/test_shard_map.py
         if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
             return mlir.lower_fun(lambda *xs: jax.lax.optimization_barrier(xs), True)(context, *args)

@@ -308,7 +308,7 @@ def _evaluate(
         return [_Value(x, is_variable and (is_index or has_tangent(x) or x.dtype == bool), is_signed) for x in arrays]
 
     known = dict(zip(jaxpr.invars, inputs, strict=True))
-    of_literal = lambda a: _Value(a.val, False, np.any(a.val < 0))  # noqa: E731
+    of_literal = lambda a: _Value(a.val, False, bool(np.any(a.val < 0)))  # noqa: E731
     return interpret(rule, jaxpr.eqns, known, jaxpr.outvars, of_literal), selections
 
 
