@@ -23,25 +23,8 @@ from typing import Any
 
 import jax
 
-from .jaxprs import (
-    evaluate_jaxpr,
-    lower_jaxpr,
-    operations,
-    outside_effects,
-    stage,
-    uses_own_refs,
-)
-from .traces import (
-    DebugInfo,
-    Jaxpr,
-    Primitive,
-    ad,
-    batching,
-    current_trace,
-    is_batched,
-    is_named,
-    mlir,
-)
+from .jaxprs import evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
+from .traces import DebugInfo, Jaxpr, Primitive, ad, batching, current_trace, is_batched, is_named, mlir
 from .types import batched_type, has_tangent, tangent_type, typeof, types_of, with_varying_axes, zeros_of
 
 # -- lists with masks ----------------------------------------------------------------------------------
@@ -247,8 +230,10 @@ class RuleFunction:
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         """Return the batched function, the values that it closes over (its first operands), and its out axes."""
         __tracebackhide__ = True
-        jaxpr, consts, out_dims = stage(self.run_batch(axis, dims), types, self.name)
-        return BatchedFunction(self, axis, dims, out_dims, jaxpr, len(consts)), consts, out_dims
+        batched = BatchedFunction(self, axis, dims)
+        batched.jaxpr, consts, batched.out_dims = stage(self.run_batch(axis, dims), types, self.name)
+        batched.n_consts = len(consts)
+        return batched, consts, batched.out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
         return False
@@ -317,18 +302,11 @@ class RuleFunction:
 class BatchedFunction(RuleFunction):
     """A `RuleFunction` for a batch of examples. Under nested `jax.vmap`, one `BatchedFunction` contains another."""
 
-    def __init__(
-        self,
-        inner: RuleFunction,
-        axis: Any,
-        dims: Sequence[Any],
-        out_dims: OutDims = None,
-        jaxpr: Any = None,
-        n_consts: int = 0,
-    ) -> None:
-        self.inner, self.axis, self.name, self.jaxpr, self.n_consts = inner, axis, inner.name, jaxpr, n_consts
+    out_dims: OutDims = None
+
+    def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
+        self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # batch axes of the operands of the inner function
-        self.out_dims = out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
         # An axis may be used although no operand or value is batched, as in `jax.lax.psum` of a shared number. But

@@ -17,6 +17,7 @@ tests: derivatives/test_checkpoint.py
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -25,16 +26,7 @@ from typing import Any
 import jax
 
 from .jaxprs import is_literal, jaxpr_and_consts, stage
-from .rule_function import (
-    Outputs,
-    RuleFunction,
-    Values,
-    apply,
-    payload_of,
-    payload_of_params,
-    rule_function_p,
-    select,
-)
+from .rule_function import Outputs, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
 from .traces import (
     DebugInfo,
     eval_jaxpr,
@@ -172,12 +164,10 @@ def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Value
     __tracebackhide__ = True
 
     # `checkify` has replaced the equation by its operations. JAX would differentiate these, not apply the rule.
-    def error() -> Exception:
-        return TypeError(
-            f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "
-            "of forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
-        )
-
+    error = lambda: TypeError(  # noqa: E731
+        f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations of "
+        "forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
+    )
     return forbid_derivative(checked.call_wrapped(*args), error)
 
 
@@ -197,7 +187,9 @@ class Identity(RuleFunction):
         self.jaxpr = _jaxpr(self.name, tuple(types))
 
     def of(self, types: Sequence[Any]) -> Identity:
-        return type(self)(types)
+        other = copy.copy(self)
+        other.jaxpr = _jaxpr(self.name, tuple(types))
+        return other
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
         return self.of(select([v.aval for v in self.jaxpr.outvars], used)), list(used)
@@ -250,9 +242,6 @@ class Guard(Identity):
     def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
         super().__init__(types)
         self.error = error
-
-    def of(self, types: Sequence[Any]) -> Identity:
-        return Guard(types, self.error)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         raise self.error()
