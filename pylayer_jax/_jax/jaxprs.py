@@ -129,12 +129,12 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
-def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr, each before those of its inner jaxprs."""
-    for equation in jaxpr.eqns:
+def all_equations(jaxpr: Any, are_live: bool = False) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, or those that compute its outputs, each before those of its inner jaxprs."""
+    for equation in equations_to(jaxpr, jaxpr.invars, jaxpr.outvars)[0] if are_live else jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
-            yield from all_equations(inner)
+            yield from all_equations(inner, are_live)
 
 
 def operations(jaxpr: Any) -> list[str]:

@@ -197,6 +197,10 @@ def nothing_is_traced() -> bool:
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
+def _forwarded(method: str) -> Any:
+    return lambda self, *args, **params: getattr(self.parent_trace, method)(*args, **params)
+
+
 class PassThroughTrace(Trace):
     """Base class of traces that wrap another trace and make no tracers."""
 
@@ -208,20 +212,11 @@ class PassThroughTrace(Trace):
         # parent. tests: integrations/test_flax_nnx.py
         self.parent_trace = parent_trace
 
-    def process_call(self, *args: Any) -> Any:  # jax 0.10 calls it for the known part of a checkpointed loop
-        return self.parent_trace.process_call(*args)
-
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_jvp_call(*args, **params)
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_vjp_call(*args, **params)
-
-    def process_shard_map(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_shard_map(*args, **params)
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent_trace.stage_value(val)
+    # `Trace` has these methods, so `__getattr__` does not get their names.
+    process_call = _forwarded("process_call")  # jax 0.10 calls it for the known part of a checkpointed loop
+    process_custom_jvp_call = _forwarded("process_custom_jvp_call")
+    process_custom_vjp_call = _forwarded("process_custom_vjp_call")
+    stage_value = _forwarded("stage_value")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parent_trace, name)
