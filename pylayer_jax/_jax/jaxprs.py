@@ -249,12 +249,7 @@ def jaxpr_of(like: Any, equations: Sequence[Any]) -> Any:
     inputs = [v for v in variables([x for e in equations for x in e.invars]) if v not in results]
     effects = frozenset[Any]().union(*[e.effects for e in equations])
     return like.replace(
-        constvars=(),
-        invars=inputs,
-        outvars=list(results),
-        eqns=list(equations),
-        effects=effects,
-        debug_info=_DEBUG_INFO,
+        constvars=(), invars=inputs, outvars=[*results], eqns=[*equations], effects=effects, debug_info=_DEBUG_INFO
     )
 
 
