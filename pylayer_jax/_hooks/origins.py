@@ -144,7 +144,7 @@ class Frame:
         if equation.primitive.name == "cond":
             return equation.invars[place + 1]
         if equation.primitive.name == "scan":
-            n_consts, n_carry = scan_counts(equation.params)
+            n_consts, n_carry = scan_counts(equation)
             if n_consts <= place < n_consts + n_carry:  # the scan computes it
                 return None
         return equation.invars[place]
@@ -273,7 +273,7 @@ class Program:
                 first, *rest = sorted(found, key=lambda x: (not is_saved(x), x.is_placeholder))
                 if aval.shape != variable.aval.shape:  # an inner jaxpr got a slice of the result of this equation
                     first = first._replace(aval=aval, times=1)
-                elif equation.primitive.name == "scan" and i >= scan_counts(equation.params)[1]:
+                elif equation.primitive.name == "scan" and i >= scan_counts(equation)[1]:
                     first = first._replace(times=first.times * equation.params["length"])
                 return first._replace(
                     is_part=first.is_part or equation.primitive.name in BODIES,

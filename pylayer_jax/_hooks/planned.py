@@ -242,7 +242,7 @@ def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings,
     if not has_bodies or name not in BODIES or any(j.constvars for j in inner):
         return e
     if name == "scan":
-        n_consts, n_carry = scan_counts(params)
+        n_consts, n_carry = scan_counts(e)
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
         return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})
     if name == "cond":

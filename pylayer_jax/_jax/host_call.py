@@ -40,37 +40,60 @@ class HostFunction(NamedTuple):
     takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them
     without_last: Callable[..., Sequence[Any]] | None = None  # a `run` for code that does not read the last result
 
+    def evaluate_rule(self, *args: Any) -> list[Any]:
+        with jax.enable_x64(self.has_x64):
+            # JAX passes some constants as NumPy numbers whose dtype no JAX array has.
+            return as_arrays(self.run(*(np.array(jnp.asarray(x)) for x in args)))
 
-def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-    is_batched = [d is not None for d in dims]
-    batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+    def lower_rule(self, context: Any, *args: Any) -> Any:
+        module = context.module_context
+        n_devices = getattr(module.axis_context, "num_devices", 1)  # 1 within a shard_map
+        on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
+        call = _by_buffer_callback if on_cpu else _by_jax_callback
+        if n_devices > 1 and on_cpu:
+            call = functools.partial(_on_first_device, n_devices)
+            context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
+        with jax.enable_x64(self.has_x64):
+            return mlir.lower_fun(functools.partial(call, self), multiple_results=True)(context, *args)
 
-    if not batches:  # if the axis has a name, perhaps no operand is batched
-        values = host_call_p.bind(*args, payload=function)
-        return values, [None] * len(values)
-    if function.takes_batches:
-        results = [ShapedArray((axis.size, *t.shape), t.dtype) for t in function.results]
-        shared = [
-            jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else x for x, d in zip(args, dims, strict=True)
-        ]
-        values = host_call_p.bind(*merge(is_batched, batches, shared), payload=function._replace(results=results))
+    def abstract_rule(self) -> tuple[Sequence[Any], Any]:
+        return self.results, self.effects
+
+    def jvp_rule(self, *_: Any) -> Any:
+        raise TypeError(self.no_derivative)
+
+    transpose_rule = jvp_rule
+
+    def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+        is_batched = [d is not None for d in dims]
+        batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+
+        if not batches:  # if the axis has a name, perhaps no operand is batched
+            values = host_call_p.bind(*args, payload=self)
+            return values, [None] * len(values)
+        if self.takes_batches:
+            results = [ShapedArray((axis.size, *t.shape), t.dtype) for t in self.results]
+            shared = [
+                jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else x for x, d in zip(args, dims, strict=True)
+            ]
+            values = host_call_p.bind(*merge(is_batched, batches, shared), payload=self._replace(results=results))
+            return values, [0] * len(values)
+
+        def one(xs: Sequence[Any]) -> Any:
+            return host_call_p.bind(*merge(is_batched, xs, args), payload=self)
+
+        if is_staging():
+            # JAX may evaluate the staged code in eager mode later, and keeps the compiled program of an eager
+            # `jax.lax.map` forever. It deletes the program of a jitted function together with the function.
+            values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
+        else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with all objects that the function holds
+            results = [one([x[i] for x in batches]) for i in range(axis.size)]
+            columns = zip(*results, strict=True) if results else [()] * len(self.results)
+            values = [
+                jnp.stack(xs) if xs else jnp.zeros((0, *t.shape), t.dtype)
+                for xs, t in zip(columns, self.results, strict=True)
+            ]
         return values, [0] * len(values)
-
-    def one(xs: Sequence[Any]) -> Any:
-        return host_call_p.bind(*merge(is_batched, xs, args), payload=function)
-
-    if is_staging():
-        # JAX may evaluate the staged code in eager mode later, and keeps the compiled program of an eager `jax.lax.map`
-        # forever. It deletes the program of a jitted function together with the function.
-        values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
-    else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with the function and all objects that it holds
-        results = [one([x[i] for x in batches]) for i in range(axis.size)]
-        columns = zip(*results, strict=True) if results else [()] * len(function.results)
-        values = [
-            jnp.stack(xs) if xs else jnp.zeros((0, *t.shape), t.dtype)
-            for xs, t in zip(columns, function.results, strict=True)
-        ]
-    return values, [0] * len(values)
 
 
 def _by_jax_callback(function: HostFunction, *args: Any) -> list[Any]:
@@ -126,28 +149,6 @@ def _on_first_device(n_devices: int, function: HostFunction, *args: Any) -> list
     return jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)
 
 
-def _lower(function: HostFunction, context: Any, *args: Any) -> Any:
-    module = context.module_context
-    n_devices = getattr(module.axis_context, "num_devices", 1)  # 1 within a shard_map
-    on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
-    call = _by_buffer_callback if on_cpu else _by_jax_callback
-    if n_devices > 1 and on_cpu:
-        call = functools.partial(_on_first_device, n_devices)
-        context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    with jax.enable_x64(function.has_x64):
-        return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
-
-
-def _evaluate(function: HostFunction, *args: Any) -> list[Any]:
-    with jax.enable_x64(function.has_x64):
-        # JAX passes some constants as NumPy numbers whose dtype no JAX array has.
-        return as_arrays(function.run(*(np.array(jnp.asarray(x)) for x in args)))
-
-
-def _refuse_derivative(function: HostFunction, *_: Any) -> Any:
-    raise TypeError(function.no_derivative)
-
-
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Remove an equation that no code reads, or its last result: a rule of `partial_eval.dce_rules`."""
     equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
@@ -160,12 +161,3 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 partial_eval.dce_rules[host_call_p] = _drop_unused
-
-host_call_p.register(
-    evaluate=_evaluate,
-    abstract=lambda function, *_: (function.results, function.effects),
-    jvp=_refuse_derivative,
-    batch=_batch,
-    transpose=_refuse_derivative,
-    lower=_lower,
-)

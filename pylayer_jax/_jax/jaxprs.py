@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +27,7 @@ from .traces import (
     UNSPECIFIED_SHARDING,
     ClosedJaxpr,
     DebugInfo,
+    Jaxpr,
     Literal,
     ShapedArray,
     Var,
@@ -45,6 +46,9 @@ from .traces import (
 for _part in Path(__file__).parents[1].iterdir():
     if _part.name != "_demo.py":  # which contains layers, as user code does
         register_exclusion(str(_part))
+
+
+_DEBUG_INFO: Final = DebugInfo("pylayer_jax", "equations of a jaxpr", None, None)
 
 
 def stage(
@@ -91,23 +95,22 @@ def is_inlinable(params: dict[str, Any]) -> bool:
     return not is_placed and not any(params["donated_invars"]) and not params["compiler_options_kvs"]
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(equation: Any) -> tuple[int, int]:
     """Return the number of constants and of carried values among the operands of a scan equation."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
-    return len(list(consts)), len(list(carry))
+    body, _ = jaxpr_and_consts(equation.params["jaxpr"])
+
+    def count(outside: Sequence[Any], inside: Sequence[Any]) -> int:  # an array and its slice differ in shape
+        pairs = zip(outside, inside, strict=True)
+        return sum(getattr(v.aval, "shape", None) == getattr(x.aval, "shape", None) for v, x in pairs)
+
+    n_carry = count(equation.outvars, body.outvars)
+    return count(equation.invars, body.invars) - n_carry, n_carry
 
 
 def with_current_line(jaxpr: Any) -> Any:
     """Give equations the user's current source line: JAX's staging hides the code around it."""
     line = current().traceback
     return jaxpr.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=line)) for e in jaxpr.eqns])
-
-
-def is_users(jaxpr: Any) -> bool:
-    """Return whether the user's code defines a jaxpr: JAX's own functions have no source lines."""
-    return any(summarize(e.source_info) or any(map(is_users, inner_jaxprs(e.params))) for e in jaxpr.eqns)
 
 
 def is_literal(atom: Any) -> bool:
@@ -119,24 +122,62 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys([a for a in atoms if not isinstance(a, Literal)]))
 
 
+# -- walks over equations --------------------------------------------------------------------------------
+
+
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
-def has_equation(jaxpr: Any, *names: str) -> bool:
-    return any(
-        e.primitive.name in names or any(has_equation(j, *names) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
-    )
+def all_equations(jaxpr: Any, are_live: bool = False) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, or those that compute its outputs, each before those of its inner jaxprs."""
+    for equation in equations_to(jaxpr, jaxpr.invars, jaxpr.outvars)[0] if are_live else jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from all_equations(inner, are_live)
 
 
 def operations(jaxpr: Any) -> list[str]:
-    """Return the names of the primitives that a jaxpr applies, also in inner jaxprs, in order of evaluation."""
-    names: list[str] = []
-    for equation in jaxpr.eqns:
-        names.append(equation.primitive.name)
-        for inner in inner_jaxprs(equation.params):
-            names += operations(inner)
-    return names
+    return [e.primitive.name for e in all_equations(jaxpr)]
+
+
+def has_equation(jaxpr: Any, *names: str) -> bool:
+    return any(e.primitive.name in names for e in all_equations(jaxpr))
+
+
+def is_users(jaxpr: Any) -> bool:
+    """Return whether the user's code defines a jaxpr: JAX's own functions have no source lines."""
+    return any(summarize(e.source_info) for e in all_equations(jaxpr))
+
+
+def interpret(
+    rule: Callable[[Any, list[Any]], Iterable[Any]],
+    equations: Iterable[Any],
+    known: Mapping[Any, Any],
+    wanted: Iterable[Any],
+    of_literal: Callable[[Any], Any] = operator.attrgetter("val"),
+) -> list[Any]:
+    """Return the values of `wanted`, where `rule` maps an equation and the values of its operands to its results.
+
+    A value is anything: an array, a type, a kind. A known value takes precedence over the result of an equation.
+    """
+    values = dict(known)
+
+    def read(atoms: Iterable[Any]) -> list[Any]:
+        return [of_literal(a) if isinstance(a, Literal) else values[a] for a in atoms]
+
+    for equation in equations:
+        for variable, value in zip(equation.outvars, rule(equation, read(equation.invars)), strict=True):
+            values.setdefault(variable, value)
+    return read(wanted)
+
+
+def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Apply the operation of an equation to arrays: a rule of `interpret`."""
+    pairs = zip(equation.invars, operands, strict=True)
+    value_of = {a: x for a, x in pairs if not isinstance(a, Literal)}
+    jaxpr = Jaxpr((), list(value_of), equation.outvars, [equation], equation.effects, _DEBUG_INFO)
+    return eval_jaxpr(jaxpr, (), *value_of.values())
 
 
 def _refs(equation: Any) -> list[Any]:
@@ -182,7 +223,7 @@ def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> t
 
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
     """Compute the variables `wanted` from the values of `known` variables, by as few equations as possible."""
-    return _evaluate(jaxpr, equations_to(jaxpr, known, wanted)[0], known, wanted)
+    return interpret(evaluate_equation, equations_to(jaxpr, known, wanted)[0], known, wanted)
 
 
 def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
@@ -192,25 +233,14 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
     need not run again in backward. tests: derivatives/test_checkpoint.py
     """
 
+    def rule(equation: Any, operands: list[Any]) -> list[Any]:
+        pairs = zip(map(name_of.get, equation.outvars), evaluate_equation(equation, operands), strict=True)
+        return [checkpoint_name(x, name) if name else x for name, x in pairs]
+
     def named(*args: Any) -> tuple[list[Any], None]:
-        inputs = dict(zip(jaxpr.invars, args, strict=True))
-        return _evaluate(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars, name_of), None
+        return interpret(rule, jaxpr.eqns, dict(zip(jaxpr.invars, args, strict=True)), jaxpr.outvars), None
 
     return stage(named, [v.aval for v in jaxpr.invars], debug_name)[0]
-
-
-def _evaluate(
-    jaxpr: Any, equations: Sequence[Any], known: dict[Any, Any], wanted: Sequence[Any], name_of: Mapping[Any, str] = {}
-) -> list[Any]:
-    """Evaluate equations one by one. A `known` value takes precedence over the result of an equation."""
-    values = dict(known)
-    for equation in equations:
-        single = jaxpr_of(jaxpr, [equation])
-        results = eval_jaxpr(single, (), *map(values.get, single.invars))
-        for variable, value in zip(equation.outvars, results, strict=True):
-            name = name_of.get(variable)
-            values.setdefault(variable, checkpoint_name(value, name) if name else value)
-    return [v.val if is_literal(v) else values[v] for v in wanted]
 
 
 def jaxpr_of(like: Any, equations: Sequence[Any]) -> Any:
@@ -218,9 +248,8 @@ def jaxpr_of(like: Any, equations: Sequence[Any]) -> Any:
     results = {v: None for e in equations for v in e.outvars}
     inputs = [v for v in variables([x for e in equations for x in e.invars]) if v not in results]
     effects = frozenset[Any]().union(*[e.effects for e in equations])
-    debug = DebugInfo("pylayer_jax", "equations of a jaxpr", None, None)
     return like.replace(
-        constvars=(), invars=inputs, outvars=list(results), eqns=list(equations), effects=effects, debug_info=debug
+        constvars=(), invars=inputs, outvars=[*results], eqns=[*equations], effects=effects, debug_info=_DEBUG_INFO
     )
 
 
@@ -230,53 +259,46 @@ class Opened(NamedTuple):
     jaxpr: Any
     calls: list[tuple[Any, ...]]  # the calls around it
     operations: list[tuple[int, ...]]  # a key of the operation that it belongs to: derivatives share JAX's traceback
-    users: dict[int, bool]  # id of an inner jaxpr -> whether it is the user's
 
 
 def opened(jaxpr: Any) -> Opened:
     """Replace jitted functions by their equations."""
-    found = Opened(jaxpr, [], [], {})
     equations: list[Any] = []
-    outvars = _opened(jaxpr, jaxpr.invars, (), equations, found)
+    found = Opened(jaxpr, [], [])
+    users: dict[int, bool] = {}  # id of an inner jaxpr -> whether it is the user's
+
+    def copied(code: Any, operands: Sequence[Any], calls: tuple[Any, ...]) -> list[Any]:
+        """Append the equations of `code` for these operands, and return its outputs."""
+        outer = calls[-1].source_info if calls else None
+        if outer is not None and id(code) not in users:
+            users[id(code)] = is_users(code)
+        key = tuple([id(call.source_info.traceback) for call in calls])
+
+        def rule(equation: Any, operands: list[Any]) -> Sequence[Any]:
+            source, params = equation.source_info, equation.params
+            key_of_equation = *key, id(source.traceback)
+            if outer is not None:
+                traceback = source.traceback if users[id(code)] else outer.traceback
+                source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
+            if equation.primitive.name == "jit" and is_inlinable(params):
+                inner, consts = jaxpr_and_consts(params["jaxpr"])
+                if not consts:
+                    return copied(inner, operands, (*calls, equation.replace(source_info=source)))
+            # The jaxpr of a jitted function may be called several times, so its variables are made anew.
+            results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
+            found.calls.append(calls)
+            found.operations.append(key_of_equation)
+            is_changed = calls or any(map(operator.is_not, operands, equation.invars))
+            equations.append(
+                equation.replace(invars=operands, outvars=results, source_info=source) if is_changed else equation
+            )
+            return results
+
+        known = dict(zip(code.invars, operands, strict=True))
+        return interpret(rule, code.eqns, known, code.outvars, of_literal=lambda literal: literal)
+
+    outvars = copied(jaxpr, jaxpr.invars, ())
     return found._replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
-
-
-def _opened(
-    jaxpr: Any, operands: Sequence[Any], calls: tuple[Any, ...], equations: list[Any], found: Opened
-) -> list[Any]:
-    atom_of = dict(zip(jaxpr.invars, operands, strict=True))
-    outer = calls[-1].source_info if calls else None
-    if outer is not None and id(jaxpr) not in found.users:
-        found.users[id(jaxpr)] = is_users(jaxpr)
-    takes_line = outer is not None and not found.users[id(jaxpr)]
-
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a if isinstance(a, Literal) else atom_of[a] for a in atoms]
-
-    key = tuple([id(call.source_info.traceback) for call in calls])
-    for equation in jaxpr.eqns:
-        source, params = equation.source_info, equation.params
-        key_of_equation = *key, id(source.traceback)
-        if outer is not None:
-            traceback = outer.traceback if takes_line else source.traceback
-            source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
-        if equation.primitive.name == "jit" and not jaxpr_and_consts(params["jaxpr"])[1] and is_inlinable(params):
-            call = equation.replace(source_info=source)
-            code = jaxpr_and_consts(params["jaxpr"])[0]
-            results = _opened(code, read(equation.invars), (*calls, call), equations, found)
-            atom_of |= zip(equation.outvars, results, strict=True)
-            continue
-        # The jaxpr of a jitted function may be called several times, so its variables are made anew.
-        results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
-        atom_of |= zip(equation.outvars, results, strict=True)
-        found.calls.append(calls)
-        found.operations.append(key_of_equation)
-        operands = read(equation.invars)
-        is_changed = calls or any(map(operator.is_not, operands, equation.invars))
-        equations.append(
-            equation.replace(invars=operands, outvars=results, source_info=source) if is_changed else equation
-        )
-    return read(jaxpr.outvars)
 
 
 # -- Refs and lowering ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
+from .jaxprs import inner_jaxprs, interpret, jaxpr_and_consts, scan_counts
 from .rule_function import linear_map_p, merge, payload_of, rule_function_p, scatter, select
 from .traces import eval_jaxpr
 from .types import full_cotangent, has_tangent
@@ -65,30 +65,27 @@ def _is_zero(value: Any) -> bool:
 
 
 def evaluate_kinds(jaxpr: Any, kinds: Sequence[Kind]) -> list[Kind]:
-    kind_of: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
-    kind_of |= dict.fromkeys(jaxpr.constvars, CONSTANT)
+    known = dict.fromkeys(jaxpr.constvars, CONSTANT) | dict(zip(jaxpr.invars, kinds, strict=True))
+    return interpret(_kinds, jaxpr.eqns, known, jaxpr.outvars, lambda a: ZERO if _is_zero(a.val) else CONSTANT)
 
-    def read(atom: Any) -> Kind:
-        return (ZERO if _is_zero(atom.val) else CONSTANT) if is_literal(atom) else kind_of[atom]
 
-    for equation in jaxpr.eqns:
-        operands = [read(a) for a in equation.invars]
-        name = equation.primitive.name
-        results = _RULES.get(name, _unknown)(equation, operands)
-        for variable, kind in zip(equation.outvars, results, strict=True):
-            lost = kind == LINEAR and not has_tangent(variable.aval)
-            kind_of[variable] = f"{name!r}, whose result has no tangent" if lost else kind
-    return [read(a) for a in jaxpr.outvars]
+def _kinds(equation: Any, operands: list[Kind]) -> list[Kind]:
+    name = equation.primitive.name
+    found = _RULES.get(name, _unknown)(equation, operands)
+    kinds = [found] * len(equation.outvars) if isinstance(found, str) else found
+    lost = f"{name!r}, whose result has no tangent"
+    pairs = zip(equation.outvars, kinds, strict=True)
+    return [lost if kind == LINEAR and not has_tangent(v.aval) else kind for v, kind in pairs]
 
 
 # -- the table -----------------------------------------------------------------------------------------
 
-Rule = Callable[[Any, list[Kind]], list[Kind]]
+Rule = Callable[[Any, list[Kind]], Kind | list[Kind]]  # of all results, or of each
 _RULES: dict[str, Rule] = {}
 
 
-def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
-    return [_combine(operands, f"{equation.primitive.name!r}")] * len(equation.outvars)
+def _unknown(equation: Any, operands: list[Kind]) -> Kind:
+    return _combine(operands, f"{equation.primitive.name!r}")
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
@@ -97,30 +94,28 @@ def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
 
 
-def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of the result of an operation that is jointly linear in all of its operands, such as a sum."""
+def _sum(name: str, kinds: Sequence[Kind], others: Sequence[Kind] = (), if_others: Kind = "") -> Kind:
+    """Return the kind of the result of an operation that is jointly linear in operands, and not linear in others."""
+    if (kind := _combine(others, if_others)) != CONSTANT:
+        return kind
     if all(k == ZERO for k in kinds):
         return ZERO
     affine = f"{name!r}, which adds a term that does not depend on them"
     return _combine(kinds, affine if CONSTANT in kinds else LINEAR)
 
 
-def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
+def _product(equation: Any, operands: list[Kind]) -> Kind:
     factors = operands[:2]
-    if ZERO in factors and not any(k not in _KNOWN for k in factors):
-        return [ZERO]
+    if ZERO in factors and all(k in _KNOWN for k in factors):
+        return ZERO
     both = factors == [LINEAR, LINEAR]
-    return [_combine(factors, f"{equation.primitive.name!r} of two terms that depend on them" if both else LINEAR)]
+    return _combine(factors, f"{equation.primitive.name!r} of two terms that depend on them" if both else LINEAR)
 
 
 def _linear_in(positions: Sequence[int]) -> Rule:
-    """Return the rule for an operation that is jointly linear in the operands at `positions` only."""
-
-    def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
-        name = equation.primitive.name
-        others = _combine([k for i, k in enumerate(operands) if i not in positions], f"{name!r}")
-        kind = others if others != CONSTANT else _sum(name, [operands[i] for i in positions])
-        return [kind] * len(equation.outvars)
+    def rule(equation: Any, operands: list[Kind]) -> Kind:
+        name, others = equation.primitive.name, [k for i, k in enumerate(operands) if i not in positions]
+        return _sum(name, [operands[i] for i in positions], others, f"{name!r}")
 
     return rule
 
@@ -133,7 +128,7 @@ for _name in (
     "rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unreduced_psum",
     "unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
 ):  # fmt: skip
-    _RULES[_name] = lambda equation, operands: [_sum(equation.primitive.name, operands)] * len(equation.outvars)
+    _RULES[_name] = lambda equation, operands: _sum(equation.primitive.name, operands)
 for _name in ("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"):
     _RULES[_name] = _product
 for _name, _positions in (
@@ -148,24 +143,22 @@ _RULES["select_n"] = lambda e, operands: _linear_in(range(1, len(operands)))(e, 
 _RULES["custom_linear_solve"] = lambda e, operands: _linear_in(range(len(operands))[-len(e.outvars) :])(e, operands)
 
 
-def _gather(equation: Any, operands: list[Kind]) -> list[Kind]:
+def _gather(equation: Any, operands: list[Kind]) -> Any:
     # An index out of bounds reads the fill value, by default NaN for floats. The rule accepts NaN, which users notice.
     fill = equation.params.get("fill_value")
     is_linear = fill is None or fill == 0 or np.isnan(fill)
     return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
 
 
-def _scatter(equation: Any, operands: list[Kind]) -> list[Kind]:
+def _scatter(equation: Any, operands: list[Kind]) -> Any:
     # A scatter that applies a function, as x.at[i].apply(f) does, may be nonlinear.
     return (_unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2)))(equation, operands)
 
 
-def _linear_map(equation: Any, operands: list[Kind]) -> list[Kind]:
+def _linear_map(equation: Any, operands: list[Kind]) -> Kind:
     linear = payload_of(equation)
     n = linear.n_residuals
-    residuals = _combine(operands[:n], linear.nonlinearity)
-    kind = residuals if residuals != CONSTANT else _sum(linear.name, operands[n:])
-    return [kind] * len(equation.outvars)
+    return _sum(linear.name, operands[n:], operands[:n], linear.nonlinearity)
 
 
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
@@ -201,10 +194,10 @@ def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
-def _cond(equation: Any, operands: list[Kind]) -> list[Kind]:
+def _cond(equation: Any, operands: list[Kind]) -> Kind | list[Kind]:
     index, *rest = operands
     if index not in (CONSTANT, ZERO):
-        return [_combine([index], "'cond'")] * len(equation.outvars)
+        return _combine([index], "'cond'")
     first, *others = [evaluate_kinds(jaxpr_and_consts(branch)[0], rest) for branch in equation.params["branches"]]
     return functools.reduce(_joined, others, first)
 
@@ -221,7 +214,7 @@ def _loop(body: Any, operands: list[Kind], n_consts: int, n_carried: int) -> lis
 
 
 def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
-    return _loop(equation.params["jaxpr"], operands, *scan_counts(equation.params))
+    return _loop(equation.params["jaxpr"], operands, *scan_counts(equation))
 
 
 def _while(equation: Any, operands: list[Kind]) -> list[Kind]:

@@ -23,25 +23,8 @@ from typing import Any
 
 import jax
 
-from .jaxprs import (
-    evaluate_jaxpr,
-    lower_jaxpr,
-    operations,
-    outside_effects,
-    stage,
-    uses_own_refs,
-)
-from .traces import (
-    DebugInfo,
-    Jaxpr,
-    Primitive,
-    ad,
-    batching,
-    current_trace,
-    is_batched,
-    is_named,
-    mlir,
-)
+from .jaxprs import evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
+from .traces import DebugInfo, Jaxpr, Primitive, ad, batching, current_trace, is_batched, is_named, mlir
 from .types import batched_type, has_tangent, tangent_type, typeof, types_of, with_varying_axes, zeros_of
 
 # -- lists with masks ----------------------------------------------------------------------------------
@@ -53,7 +36,8 @@ def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
     """Return a list that has the values, in order, where the mask is True, and None elsewhere."""
-    return merge(mask, values, [None] * len(mask))
+    rest = iter(values)
+    return [next(rest) if is_set else None for is_set in mask]
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
@@ -87,6 +71,15 @@ class ObjectPrimitive(Primitive):
     In a `rule_function` equation, this other parameter is named `call_jaxpr`. `checkify` finds the jaxpr by this name,
     and checks its operations. Then it binds the primitive to error values and operands, with a function in `subfuns`
     that computes error values and results. tests: derivatives/test_checkify.py
+
+    The rules of the primitive are methods of the payload:
+
+        evaluate_rule(*args) -> values                          jvp_rule(primals, tangents) -> values, tangents
+        lower_rule(context, *args) -> values of MLIR            transpose_rule(args, cotangents) -> cotangents
+        abstract_rule() -> types of the values, effects         batch_rule(axis, args, dims) -> values, dims
+
+    A None tangent or cotangent means zero, and a None in `args` is an operand whose cotangent JAX needs. `batch_rule`
+    is called only if an operand is batched or the axis has a name.
     """
 
     # Evaluates the jaxpr of a payload with the checks of `checkify`: see NOTE [call_jaxpr].
@@ -96,6 +89,51 @@ class ObjectPrimitive(Primitive):
         super().__init__(name)
         self.multiple_results = True
         self.jaxpr_name = jaxpr_name  # the parameter for the jaxpr of the payload
+
+        def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            given = [None if type(t) is ad.Zero else t for t in tangents]
+            values, found = _payload(payload).jvp_rule(primals, given)
+            return values, [
+                ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, found, strict=True)
+            ]
+
+        def transpose(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
+            __tracebackhide__ = True
+            given = [None if type(c) is ad.Zero else c for c in cotangents]
+            found = _payload(payload).transpose_rule([None if is_undefined(x) else x for x in args], given)
+            return [
+                (ad.Zero(x.aval) if c is None else c) if is_undefined(x) else None
+                for c, x in zip(found, args, strict=True)
+            ]
+
+        def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, payload: Any, **params: Any) -> Any:
+            __tracebackhide__ = True
+            if all(d is None for d in dims) and not is_named(axis):
+                values = self.bind(*args, payload=payload, **params)
+                return values, [None] * len(values)
+            return _payload(payload).batch_rule(axis, args, dims)
+
+        def evaluate(*args: Any, payload: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            return _payload(payload).evaluate_rule(*args)
+
+        def lower(context: Any, *args: Any, payload: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            return _payload(payload).lower_rule(context, *args)
+
+        named_rule: Any = jvp
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
+        self.def_impl(evaluate)
+        # JAX 0.12 and later call `to_lojax` to lower a jaxpr with hijax primitives, such as that of `jnp.nonzero`.
+        self.to_lojax = evaluate
+        self.def_effectful_abstract_eval(lambda *_, payload, **__: _payload(payload).abstract_rule())
+        ad.primitive_jvps[self] = jvp
+        ad.primitive_transposes[self] = transpose
+        # Only rules in this table get the name of the batch axis, which collectives inside a layer need.
+        batching.fancy_primitive_batchers[self] = batch
+        # Each equation has another payload, so JAX cannot reuse a lowering.
+        mlir.register_lowering(self, lower, cacheable=False)
 
     def bind(self, *args: Any, payload: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         __tracebackhide__ = True
@@ -112,71 +150,6 @@ class ObjectPrimitive(Primitive):
         jaxpr = None if getattr(payload, "is_opaque", False) else getattr(payload, "jaxpr", None)
         return {"payload": ((key,),), "name": payload.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
 
-    def register(
-        self,
-        *,
-        evaluate: Callable[..., Any],
-        abstract: Callable[..., Any],
-        jvp: Callable[..., Any],
-        batch: Callable[..., Any],
-        transpose: Callable[..., Any],
-        lower: Callable[..., Any],
-    ) -> None:
-        """Register the rules of this primitive in the tables of `jax.interpreters`.
-
-            jvp(payload, primals, tangents) -> values, tangents
-            transpose(payload, args, cotangents) -> cotangents
-            batch(payload, axis, args, dims) -> values, dims
-
-        A None tangent or cotangent means zero, and a None in `args` is an operand whose cotangent JAX needs. `batch` is
-        called only if an operand is batched or the axis has a name.
-        """
-
-        def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
-            __tracebackhide__ = True
-            given = [None if type(t) is ad.Zero else t for t in tangents]
-            values, found = jvp(_payload(payload), primals, given)
-            return values, [
-                ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, found, strict=True)
-            ]
-
-        def transpose_rule(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
-            __tracebackhide__ = True
-            given = [None if type(c) is ad.Zero else c for c in cotangents]
-            found = transpose(_payload(payload), [None if is_undefined(x) else x for x in args], given)
-            return [
-                (ad.Zero(x.aval) if c is None else c) if is_undefined(x) else None
-                for c, x in zip(found, args, strict=True)
-            ]
-
-        def batch_rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, payload: Any, **params: Any) -> Any:
-            __tracebackhide__ = True
-            if all(d is None for d in dims) and not is_named(axis):
-                values = self.bind(*args, payload=payload, **params)
-                return values, [None] * len(values)
-            return batch(_payload(payload), axis, args, dims)
-
-        def evaluate_rule(*args: Any, payload: Any, **_: Any) -> Any:
-            __tracebackhide__ = True
-            return evaluate(_payload(payload), *args)
-
-        def lower_rule(context: Any, *args: Any, payload: Any, **_: Any) -> Any:
-            __tracebackhide__ = True
-            return lower(_payload(payload), context, *args)
-
-        named_rule: Any = jvp_rule
-        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
-        self.def_impl(evaluate_rule)
-        # JAX 0.12 and later call `to_lojax` to lower a jaxpr with hijax primitives, such as that of `jnp.nonzero`.
-        self.to_lojax = evaluate_rule
-        self.def_effectful_abstract_eval(lambda *types, payload, **_: abstract(_payload(payload), *types))
-        ad.primitive_jvps[self] = jvp_rule
-        ad.primitive_transposes[self] = transpose_rule
-        # Only rules in this table get the name of the batch axis, which collectives inside a layer need.
-        batching.fancy_primitive_batchers[self] = batch_rule
-        # Each equation has another payload, so JAX cannot reuse a lowering.
-        mlir.register_lowering(self, lower_rule, cacheable=False)
-
 
 _NO_DEBUG_INFO = DebugInfo("pylayer_jax", "a rule of a primitive", None, None)
 
@@ -190,11 +163,15 @@ def _payload(key: Any) -> Any:
 
 
 def payload_of(equation: Any) -> Any:
-    return payload_of_params(equation.params)
+    return _payload(equation.params["payload"])
 
 
 def payload_of_params(params: dict[str, Any]) -> Any:
     return _payload(params["payload"])
+
+
+rule_function_p = ObjectPrimitive("rule_function", "call_jaxpr")
+linear_map_p = ObjectPrimitive("linear_map")
 
 
 # -- batch axes --------------------------------------------------------------------------------------
@@ -250,24 +227,13 @@ class RuleFunction:
         """Return the cotangents of the operands that are None in `args`. `jaxpr` may be batched code, or a part."""
         raise TypeError(f"{self.name} cannot be transposed.")
 
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
-        return lower_jaxpr(context, self.jaxpr, *args)
-
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         """Return the batched function, the values that it closes over (its first operands), and its out axes."""
         __tracebackhide__ = True
-        jaxpr, consts, out_dims = stage(self.run_batch(axis, dims), types, self.name)
-        return BatchedFunction(self, axis, dims, out_dims, jaxpr, len(consts)), consts, out_dims
-
-    def bind_batch(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-        """Apply the batched function to batches. Return its values, and the batch axis (0 or None) of each."""
-        __tracebackhide__ = True
-        types = [typeof(x) for x in args]
-        batched, consts, out_dims = self.batch(axis, dims, types)
-        if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
-            return apply(self, args), out_dims
-        values = apply(batched, [*consts, *args])
-        return values, [0] * len(values) if out_dims is None else out_dims
+        batched = BatchedFunction(self, axis, dims)
+        batched.jaxpr, consts, batched.out_dims = stage(self.run_batch(axis, dims), types, self.name)
+        batched.n_consts = len(consts)
+        return batched, consts, batched.out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
         return False
@@ -300,22 +266,47 @@ class RuleFunction:
 
         return run
 
+    def evaluate_rule(self, *args: Any) -> Values:
+        __tracebackhide__ = True
+        return self.run(*args)
+
+    def lower_rule(self, context: Any, *args: Any) -> Any:
+        return lower_jaxpr(context, self.jaxpr, *args)
+
+    def abstract_rule(self) -> tuple[list[Any], Any]:
+        return [v.aval for v in self.jaxpr.outvars], outside_effects(self.jaxpr)
+
+    def jvp_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        nonzero = [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
+        if any(nonzero):
+            return self.rule(primals, [t if is_set else None for is_set, t in zip(nonzero, tangents, strict=True)])
+        values = apply(self, primals)
+        return values, [None] * len(values)
+
+    def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        return self.transpose(self.jaxpr, args, cotangents)
+
+    def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+        """Apply the batched function to batches. Return its values, and the batch axis (0 or None) of each."""
+        __tracebackhide__ = True
+        types = [typeof(x) for x in args]
+        batched, consts, out_dims = self.batch(axis, dims, types)
+        if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
+            return apply(self, args), out_dims
+        values = apply(batched, [*consts, *args])
+        return values, [0] * len(values) if out_dims is None else out_dims
+
 
 class BatchedFunction(RuleFunction):
     """A `RuleFunction` for a batch of examples. Under nested `jax.vmap`, one `BatchedFunction` contains another."""
 
-    def __init__(
-        self,
-        inner: RuleFunction,
-        axis: Any,
-        dims: Sequence[Any],
-        out_dims: OutDims = None,
-        jaxpr: Any = None,
-        n_consts: int = 0,
-    ) -> None:
-        self.inner, self.axis, self.name, self.jaxpr, self.n_consts = inner, axis, inner.name, jaxpr, n_consts
+    out_dims: OutDims = None
+
+    def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
+        self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # batch axes of the operands of the inner function
-        self.out_dims = out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
         # An axis may be used although no operand or value is batched, as in `jax.lax.psum` of a shared number. But
@@ -370,43 +361,7 @@ def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
     return rule_function_p.bind(*operands, payload=function)
 
 
-# -- rule_function: operands -> values ----------------------------------------------------------------
-
-rule_function_p = ObjectPrimitive("rule_function", "call_jaxpr")
-
-
-def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-    __tracebackhide__ = True
-    given = [t if t is not None and has_tangent(typeof(p)) else None for p, t in zip(primals, tangents, strict=True)]
-    if any(t is not None for t in given):
-        return function.rule(primals, given)
-    values = apply(function, primals)
-    return values, [None] * len(values)
-
-
-def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-    __tracebackhide__ = True
-    return function.bind_batch(axis, args, dims)
-
-
-def _run(function: RuleFunction, *args: Any) -> Values:
-    __tracebackhide__ = True
-    return function.run(*args)
-
-
-rule_function_p.register(
-    evaluate=_run,
-    abstract=lambda function, *_: ([v.aval for v in function.jaxpr.outvars], outside_effects(function.jaxpr)),
-    jvp=_jvp,
-    batch=_batch,
-    transpose=lambda function, args, cotangents: function.transpose(function.jaxpr, args, cotangents),
-    lower=lambda function, context, *args: function.lower(context, args),
-)
-
-
 # -- linear_map: residuals, tangents -> tangents of the results ----------------------------------------
-
-linear_map_p = ObjectPrimitive("linear_map")
 
 
 class LinearMap:
@@ -426,6 +381,49 @@ class LinearMap:
 
     def check_derivative(self) -> None:
         """Raise an error if the derivative with respect to the residuals is forbidden."""
+
+    def evaluate_rule(self, *args: Any) -> Values:
+        __tracebackhide__ = True
+        return self.evaluate(args[: self.n_residuals], args[self.n_residuals :])
+
+    def lower_rule(self, context: Any, *args: Any) -> Any:
+        __tracebackhide__ = True
+        return mlir.lower_fun(self.evaluate_rule, multiple_results=True)(context, *args)
+
+    def abstract_rule(self) -> tuple[list[Any], Any]:
+        return list(self.types), frozenset()
+
+    def jvp_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        n = self.n_residuals
+        nonzero = [t is not None for t in tangents]
+        if any(nonzero[:n]):
+            self.check_derivative()
+
+            def evaluate(*moving: Any) -> Values:
+                __tracebackhide__ = True
+                return self.evaluate_rule(*merge(nonzero, moving, primals))
+
+            return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
+        # The derivative of a linear map with respect to its tangents is the same map, in a second equation, which
+        # reverse mode can transpose.
+        pairs = zip(primals[n:], tangents[n:], strict=True)
+        full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
+        return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
+
+    def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        n, nonzero = self.n_residuals, [c is not None for c in cotangents]
+        return [*[None] * n, *self.transpose(args[:n], cotangents)] if any(nonzero) else [None] * len(args)
+
+    def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+        __tracebackhide__ = True
+        n = self.n_residuals
+        # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples.
+        # Do so even if the axis only has a name, over which `backward` may call `jax.lax.psum`.
+        tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
+        values = apply_linear(BatchedMap(self, axis, dims[:n]), args[:n], tangents)
+        return values, [0] * len(values)
 
 
 class BatchedMap(LinearMap):
@@ -452,63 +450,6 @@ class BatchedMap(LinearMap):
 def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
     __tracebackhide__ = True
     return linear_map_p.bind(*residuals, *tangents, payload=linear)
-
-
-def _evaluate_linear(linear: LinearMap, *args: Any) -> Values:
-    __tracebackhide__ = True
-    return linear.evaluate(args[: linear.n_residuals], args[linear.n_residuals :])
-
-
-def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-    __tracebackhide__ = True
-    n = linear.n_residuals
-    nonzero = [t is not None for t in tangents]
-    if any(nonzero[:n]):
-        linear.check_derivative()
-
-        def evaluate(*moving: Any) -> Values:
-            __tracebackhide__ = True
-            return _evaluate_linear(linear, *merge(nonzero, moving, primals))
-
-        return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
-    # The derivative of a linear map with respect to its tangents is the same map, in a second equation, which reverse
-    # mode can transpose.
-    pairs = zip(primals[n:], tangents[n:], strict=True)
-    full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
-    return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
-
-
-def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    __tracebackhide__ = True
-    n = linear.n_residuals
-    if all(c is None for c in cotangents):
-        return [None] * len(args)
-    return [*[None] * n, *linear.transpose(args[:n], cotangents)]
-
-
-def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-    __tracebackhide__ = True
-    n = linear.n_residuals
-    # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples. Do
-    # so even if the axis only has a name, over which `backward` may call `jax.lax.psum`.
-    tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
-    values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
-    return values, [0] * len(values)
-
-
-def _lower_linear(linear: LinearMap, context: Any, *args: Any) -> Any:
-    __tracebackhide__ = True
-    return mlir.lower_fun(functools.partial(_evaluate_linear, linear), multiple_results=True)(context, *args)
-
-
-linear_map_p.register(
-    evaluate=_evaluate_linear,
-    abstract=lambda linear, *_: (list(linear.types), frozenset()),
-    jvp=_jvp_linear,
-    batch=_batch_linear,
-    transpose=_transpose_linear,
-    lower=_lower_linear,
-)
 
 
 # -- two functions with rules ------------------------------------------------------------------------
@@ -544,10 +485,10 @@ class Outputs(RuleFunction):
         types = select([v.aval for v in self.jaxpr.invars], is_read)
         return Outputs(self.n_operands, tuple(types)), is_read
 
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+    def lower_rule(self, context: Any, *args: Any) -> Any:
         return args[self.n_operands :]
 
-    def bind_batch(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+    def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         """Batch without a trace of this function: each layer of a program that is not differentiated has one."""
         n, any_batched = self.n_operands, any([d is not None for d in dims])  # noqa: C419 - a list is faster
         values, out_dims = list[Any](), list[Any]()

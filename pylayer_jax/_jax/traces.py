@@ -10,76 +10,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+# Lint forbids imports of JAX's submodules elsewhere. The rest of the package uses `jax`, `jax.numpy`, `jax.lax`,
+# `jax.tree_util`, `jax.errors` and this subpackage, to which `name as name` exports a name.
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
-from jax.experimental import io_callback
-from jax.experimental.buffer_callback import buffer_callback
-from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    Literal,
-    Primitive,
-    Var,
-    get_opaque_trace_state,
-    jaxprs_in_params,
-    primal_dtype_to_tangent_dtype,
-    set_current_trace,
-    take_current_trace,
-    unmapped_aval,
-)
-from jax.extend.linear_util import wrap_init
-from jax.extend.mlir import ir, lower_with_sharding_in_types
-from jax.extend.mlir.dialects import stablehlo
-from jax.extend.source_info_util import current, register_exclusion, summarize
-from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.lax import convert_element_type_p
-
-# -- names of JAX that may move between versions ----------------------------------------------------------
-#
-# Lint forbids these imports in other modules. The rest of the package uses `jax`, `jax.numpy`, `jax.lax`,
-# `jax.tree_util`, `jax.errors` and this subpackage.
-
-
-__all__ = [
-    "ClosedJaxpr",
-    "DebugInfo",
-    "Jaxpr",
-    "Literal",
-    "Primitive",
-    "ShapedArray",
-    "SymbolicZero",
-    "Trace",
-    "Tracer",
-    "Var",
-    "ad",
-    "batching",
-    "buffer_callback",
-    "checkpoint_name",
-    "convert_element_type_p",
-    "current",
-    "eval_context",
-    "eval_jaxpr",
-    "get_opaque_trace_state",
-    "io_callback",
-    "ir",
-    "jaxprs_in_params",
-    "lower_with_sharding_in_types",
-    "mlir",
-    "partial_eval",
-    "primal_dtype_to_tangent_dtype",
-    "register_exclusion",
-    "set_current_trace",
-    "stablehlo",
-    "summarize",
-    "take_current_trace",
-    "unmapped_aval",
-    "wrap_init",
-]
-
+from jax.ad_checkpoint import checkpoint_name as checkpoint_name
+from jax.core import ShapedArray as ShapedArray
+from jax.core import Trace, Tracer, eval_context
+from jax.core import eval_jaxpr as eval_jaxpr
+from jax.custom_derivatives import SymbolicZero as SymbolicZero
+from jax.experimental import io_callback as io_callback
+from jax.experimental.buffer_callback import buffer_callback as buffer_callback
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import DebugInfo as DebugInfo
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
+from jax.extend.core import get_opaque_trace_state, take_current_trace
+from jax.extend.core import jaxprs_in_params as jaxprs_in_params
+from jax.extend.core import primal_dtype_to_tangent_dtype as primal_dtype_to_tangent_dtype
+from jax.extend.core import set_current_trace as set_current_trace
+from jax.extend.core import unmapped_aval as unmapped_aval
+from jax.extend.linear_util import wrap_init as wrap_init
+from jax.extend.mlir import ir as ir
+from jax.extend.mlir import lower_with_sharding_in_types as lower_with_sharding_in_types
+from jax.extend.mlir.dialects import stablehlo as stablehlo
+from jax.extend.source_info_util import current as current
+from jax.extend.source_info_util import register_exclusion as register_exclusion
+from jax.extend.source_info_util import summarize as summarize
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+from jax.interpreters import partial_eval as partial_eval
+from jax.lax import convert_element_type_p as convert_element_type_p
 
 # JAX raises these exceptions if traced code needs a concrete value.
 NEEDS_VALUES = (
@@ -177,11 +141,12 @@ def _check_classes(x: Any) -> None:
         are_unrelated = all(sum(issubclass(c, other) for other in classes) == 1 for c in classes)
         check(are_unrelated, classes)
     found: list[Any] = []
-    jax.vmap(lambda y: found.append((current_trace().axis_data.name, y.batch_dim)), axis_name="i")(x)
-    check(found == [("i", 0)], found)
+    jax.vmap(lambda y: found.extend((current_trace().axis_data.name, y.batch_dim)), axis_name="i")(x)
+    jax.linear_transpose(lambda y: found.extend((y.is_known(), y.pval.get_known())), x)
+    check(found == ["i", 0, False, None], found)
 
 
-discover("classes that tell transformations apart, and the axis of jax.vmap", _check_classes)
+discover("classes that tell transformations apart, the axis of jax.vmap, and which values are known", _check_classes)
 
 
 # -- values ------------------------------------------------------------------------------------------
@@ -232,37 +197,29 @@ def nothing_is_traced() -> bool:
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
+def _forwarded(method: str) -> Any:
+    return lambda self, *args, **params: getattr(self.parent_trace, method)(*args, **params)
+
+
 class PassThroughTrace(Trace):
     """Base class of traces that wrap another trace and make no tracers."""
 
     __slots__ = ("parent_trace",)
 
     def __init__(self, parent_trace: Any) -> None:
-        super().__init__()
+        # `Trace.__init__` would set attributes, such as the one by which flax.nnx sees whether a value belongs to the
+        # current transformation. This trace transforms nothing, so it leaves them to `__getattr__`, as those of its
+        # parent. tests: integrations/test_flax_nnx.py
         self.parent_trace = parent_trace
-        self.requires_low = parent_trace.requires_low
-        # flax.nnx compares `_weakref` to see whether a value belongs to the current transformation. This trace
-        # transforms nothing, so it has the `_weakref` of its parent. tests/integrations/test_flax_nnx.py
-        if hasattr(parent_trace, "_weakref"):
-            self._weakref = parent_trace._weakref
 
-    def process_call(self, *args: Any) -> Any:  # jax 0.10 calls it for the known part of a checkpointed loop
-        return self.parent_trace.process_call(*args)
-
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_jvp_call(*args, **params)
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_custom_vjp_call(*args, **params)
-
-    def process_shard_map(self, *args: Any, **params: Any) -> Any:
-        return self.parent_trace.process_shard_map(*args, **params)
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent_trace.stage_value(val)
+    # `Trace` has these methods, so `__getattr__` does not get their names.
+    process_call = _forwarded("process_call")  # jax 0.10 calls it for the known part of a checkpointed loop
+    process_custom_jvp_call = _forwarded("process_custom_jvp_call")
+    process_custom_vjp_call = _forwarded("process_custom_vjp_call")
+    stage_value = _forwarded("stage_value")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.parent_trace, name)  # JAX reads other attributes too, such as `cur_qdd`
+        return getattr(self.parent_trace, name)
 
 
 _OTHER_TRACES: Final = (EVAL_TRACE, BATCHED.trace, PARTIAL.trace, PassThroughTrace)

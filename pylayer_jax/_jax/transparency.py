@@ -17,6 +17,7 @@ tests: derivatives/test_checkpoint.py
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -25,16 +26,7 @@ from typing import Any
 import jax
 
 from .jaxprs import is_literal, jaxpr_and_consts, stage
-from .rule_function import (
-    Outputs,
-    RuleFunction,
-    Values,
-    apply,
-    payload_of,
-    payload_of_params,
-    rule_function_p,
-    select,
-)
+from .rule_function import Outputs, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
 from .traces import (
     DebugInfo,
     eval_jaxpr,
@@ -172,12 +164,10 @@ def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Value
     __tracebackhide__ = True
 
     # `checkify` has replaced the equation by its operations. JAX would differentiate these, not apply the rule.
-    def error() -> Exception:
-        return TypeError(
-            f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "
-            "of forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
-        )
-
+    error = lambda: TypeError(  # noqa: E731
+        f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations of "
+        "forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
+    )
     return forbid_derivative(checked.call_wrapped(*args), error)
 
 
@@ -197,7 +187,9 @@ class Identity(RuleFunction):
         self.jaxpr = _jaxpr(self.name, tuple(types))
 
     def of(self, types: Sequence[Any]) -> Identity:
-        return type(self)(types)
+        other = copy.copy(self)
+        other.jaxpr = _jaxpr(self.name, tuple(types))
+        return other
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
         return self.of(select([v.aval for v in self.jaxpr.outvars], used)), list(used)
@@ -211,7 +203,7 @@ class Identity(RuleFunction):
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
 
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+    def lower_rule(self, context: Any, *args: Any) -> Any:
         return args  # lowering an empty jaxpr is slower
 
 
@@ -225,7 +217,7 @@ class Barrier(Identity):
 
     name = "barrier"
 
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+    def lower_rule(self, context: Any, *args: Any) -> Any:
         # The jaxpr has no barrier: in jax 0.10, all results vary if an operand does. tests: devices/test_shard_map.py
         if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
             return mlir.lower_fun(lambda *xs: jax.lax.optimization_barrier(xs), True)(context, *args)
@@ -250,9 +242,6 @@ class Guard(Identity):
     def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
         super().__init__(types)
         self.error = error
-
-    def of(self, types: Sequence[Any]) -> Identity:
-        return Guard(types, self.error)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         raise self.error()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._messages import OnceDifferentiableError, plural
@@ -117,9 +120,9 @@ def check_layer(
 
 
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
-    "jit": _consistency.check_jit,
+    "jit": functools.partial(_consistency.check_transform, jax.jit, " of jit"),
     "vmap": _consistency.check_vmap,
-    "remat": _consistency.check_remat,
+    "remat": functools.partial(_consistency.check_transform, jax.checkpoint, " of jax.checkpoint"),
     "shard_map": _consistency.check_shard_map,
     "gradients": _derivatives.check_gradients,
     "second order": _derivatives.check_second_order,

@@ -198,15 +198,7 @@ def _living_tracers() -> list[Any]:
 # -- transforms of JAX -----------------------------------------------------------------------------
 
 
-def check_jit(subject: Subject) -> Cases:
-    return (yield from _transformed(subject, " of jit", jax.jit))
-
-
-def check_remat(subject: Subject) -> Cases:
-    return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint))
-
-
-def _transformed(subject: Subject, label: str, transform: Callable[..., Any]) -> Cases:
+def check_transform(transform: Callable[..., Any], label: str, subject: Subject) -> Cases:
     function = subject.function
     transformed = TensorFunction(transform(function.outputs), {"values": function.values}, function.value_names)
     yield subject.case(label, transformed.results(subject.cotangents))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.jaxprs import evaluate_part, has_equation, inner_jaxprs, is_literal, stage
+from pylayer_jax._jax.jaxprs import evaluate_equation, has_equation, inner_jaxprs, interpret, is_literal, stage
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError, plural
 from pylayer_jax._report import line_of
@@ -243,9 +243,9 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(changed: str, *leaves: Any) -> tuple[list[Any], dict[tuple[int, str], dict[str, Any]]]:
-        inputs = [*((x, False) for x in consts), *((x, True) for x in leaves)]
+        inputs = [*(_Value(x, False, True) for x in consts), *(_Value(x, True, True) for x in leaves)]
         outputs, selections = _evaluate(jaxpr, inputs, changed)
-        return [x for x, _ in outputs], {(i, operation): taken for i, (operation, taken) in enumerate(selections)}
+        return [x.array for x in outputs], {(i, operation): taken for i, (operation, taken) in enumerate(selections)}
 
     def run_at_points(changed: str) -> Any:
         return jax.tree.map(lambda *xs: np.stack(xs), *(run(changed, *jax.tree.leaves(point)) for point in points))
@@ -268,7 +268,14 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
     return f"branches that no value takes: {', '.join(missed)}" if missed else ""
 
 
-_Value = tuple[Any, bool]  # the value of a variable of a jaxpr, and whether it depends on more than constants
+class _Value(NamedTuple):
+    """The value of a variable of a jaxpr."""
+
+    array: Any
+    is_variable: bool  # whether it depends on more than constants
+    is_signed: bool  # whether it may be negative
+
+
 _Selection = tuple[str, dict[str, Any]]  # "max at layers.py:12", and what `_BRANCHES` gives
 
 
@@ -276,55 +283,45 @@ def _evaluate(
     jaxpr: Any, inputs: Sequence[_Value], changed: str = "", within: tuple[Any, ...] = ()
 ) -> tuple[list[_Value], list[_Selection]]:
     """Return the outputs, where `changed` names an operation with other results, and selections by variables."""
-    value_of: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     selections: list[_Selection] = []
-    positive: set[Any] = set()
 
-    def read(atoms: Sequence[Any]) -> list[_Value]:
-        return [(a.val, False) if is_literal(a) else value_of[a] for a in atoms]
-
-    for equation in jaxpr.eqns:
-        name, equations, operands = equation.primitive.name, (*within, equation), read(equation.invars)
+    def rule(equation: Any, operands: list[_Value]) -> list[_Value]:
+        name, equations, arrays = equation.primitive.name, (*within, equation), [x.array for x in operands]
         operation = " at ".join(filter(None, [name, line_of(equations)])) if name in _BRANCHES else name
-        variable_mask = [is_variable for _, is_variable in operands]
-        is_signed = [np.any(a.val < 0) if is_literal(a) else a not in positive for a in equation.invars]
-        if name in _POSITIVE or (name in _KEEPS_SIGN and not any(is_signed)):
-            positive.update(equation.outvars)
-        is_variable = any(variable_mask) and not _is_guard(equation, is_signed)
-        decides = variable_mask[0] if name in ("select_n", "cond") else is_variable  # the first operand selects
-        if name in _BRANCHES and decides and (name not in ("abs", "sign") or is_signed[0]):
-            masks = _BRANCHES[name](equation, *(array for array, _ in operands))
+        is_variable = any(x.is_variable for x in operands) and not _is_guard(equation, operands)
+        decides = operands[0].is_variable if name in ("select_n", "cond") else is_variable  # the first operand selects
+        if name in _BRANCHES and decides and (name not in ("abs", "sign") or operands[0].is_signed):
+            masks = _BRANCHES[name](equation, *arrays)
             selections.append((operation, {k: jnp.any(x) if x.dtype == bool else x for k, x in masks.items()}))
         inner = inner_jaxprs(equation.params)
         # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
         is_call = len(inner) == 1 and not inner[0].constvars and name not in ("scan", "shard_map")
         if is_call and [v.aval.shape for v in inner[0].invars] == [v.aval.shape for v in equation.invars]:
             results, inner_selections = _evaluate(inner[0], operands, changed, equations)
-            selections += inner_selections
-        else:
-            known = {a: array for a, (array, _) in zip(equation.invars, operands, strict=True) if not is_literal(a)}
-            arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
-            arrays = list(map(_other, arrays)) if operation == changed else arrays
-            # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
-            is_index = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
-            results = [
-                (array, is_variable and (is_index or has_tangent(v.aval) or v.aval.dtype == bool))
-                for array, v in zip(arrays, equation.outvars, strict=True)
-            ]
-        value_of.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars), selections
+            selections.extend(inner_selections)
+            return results
+        arrays = evaluate_equation(equation, arrays)
+        arrays = list(map(_other, arrays)) if operation == changed else arrays
+        # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
+        is_index = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
+        is_signed = name not in _POSITIVE and (name not in _KEEPS_SIGN or any(x.is_signed for x in operands))
+        return [_Value(x, is_variable and (is_index or has_tangent(x) or x.dtype == bool), is_signed) for x in arrays]
+
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    of_literal = lambda a: _Value(a.val, False, bool(np.any(a.val < 0)))  # noqa: E731
+    return interpret(rule, jaxpr.eqns, known, jaxpr.outvars, of_literal), selections
 
 
 def _other(x: Any) -> Any:
     return ~x if x.dtype == bool else x if is_key(x) else x + (1 + jnp.abs(x) / 64).astype(x.dtype)
 
 
-def _is_guard(equation: Any, is_signed: Sequence[Any]) -> bool:
+def _is_guard(equation: Any, operands: Sequence[_Value]) -> bool:
     """Return whether finite values take no branch of the operation, as in `x == jnp.inf`, or only single points do."""
-    name, operands = equation.primitive.name, equation.invars
-    is_tie = name in ("eq", "ne") and has_tangent(operands[0].aval)
-    has_infinity = any(is_literal(a) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in operands)
-    is_known = name in ("ge", "lt") and not is_signed[0] and is_literal(operands[1]) and bool(operands[1].val <= 0)
+    name, atoms = equation.primitive.name, equation.invars
+    is_tie = name in ("eq", "ne") and has_tangent(atoms[0].aval)
+    has_infinity = any(is_literal(a) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in atoms)
+    is_known = name in ("ge", "lt") and not operands[0].is_signed and is_literal(atoms[1]) and bool(atoms[1].val <= 0)
     return name == "is_finite" or is_tie or has_infinity or is_known
 
 
@@ -582,11 +579,22 @@ def _why_not_defined(subject: Subject) -> str:
     except (TypeError, RuntimeError) as error:
         # The two known reasons: `backward` is not linear in the cotangents, or has no derivative.
         is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))
-        # Only the message distinguishes JAX's TypeError for a `jax.custom_vjp` function from others.
-        if not is_known and "autodiff (jvp) to a custom_vjp" not in str(error):
+        if not is_known and first_line(error) != _refusal_of_custom_vjp():
             raise
         return f"not defined: {first_line(error).split('. ')[0]}"
     return ""
+
+
+@functools.cache
+def _refusal_of_custom_vjp() -> str:
+    """Return the message of JAX's TypeError, which only the message distinguishes from others."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    try:
+        jax.jvp(function, (1.0,), (1.0,))
+    except TypeError as error:
+        return first_line(error)
+    return "none"
 
 
 def _jvp(subject: Subject, function: TensorFunction, tangents: Sequence[Any]) -> list[Any]:

@@ -21,14 +21,14 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.jaxprs import equations_to, inner_jaxprs, stage
+from pylayer_jax._jax.jaxprs import all_equations, stage
 from pylayer_jax._jax.traces import is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key, is_tensor
 from pylayer_jax._report import function_of, type_of
@@ -92,7 +92,16 @@ class TensorFunction:
             jaxpr, _, _ = stage(lambda *values: (self.outputs(values), None), list(map(jax.typeof, self.values)), "")
         except Exception:  # the function needs concrete values, or fails: other checks tell
             return []
-        return list(dict.fromkeys(_narrowing_casts(jaxpr)))
+        # Casts of what forward only saves do not count, nor do casts to fewer than 16 bits, which a layer makes to
+        # quantize: the tolerance of float8 would be 0.35.
+        names: dict[str, None] = {}
+        for equation in all_equations(jaxpr, are_live=True):
+            if equation.primitive.name == "convert_element_type":
+                old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+                is_float = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+                if is_float and new.itemsize > 1 and jnp.finfo(new).eps > jnp.finfo(old).eps:
+                    names[new.name] = None
+        return list(names)
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
         """Return the outputs of a run under `jax.vjp`, and the positions of those that have a gradient."""
@@ -150,19 +159,6 @@ class TensorFunction:
         where = " of the gradient" if order > 1 else ""
         names = [*self.value_names, *(f"cotangent[{k}]{where}" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
-
-
-def _narrowing_casts(jaxpr: Any) -> Iterator[str]:
-    # Casts of what forward only saves do not count, nor do casts to fewer than 16 bits, which a layer makes to
-    # quantize: the tolerance of float8 would be 0.35.
-    for equation in equations_to(jaxpr, jaxpr.invars, jaxpr.outvars)[0]:
-        for inner in inner_jaxprs(equation.params):
-            yield from _narrowing_casts(inner)
-        if equation.primitive.name == "convert_element_type":
-            old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-            is_float = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
-            if is_float and new.itemsize > 1 and jnp.finfo(new).eps > jnp.finfo(old).eps:
-                yield new.name
 
 
 # From a type of arguments to a function that returns another argument of this type. Scalar arrays stay unchanged.
