@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pylayer_jax._jax.jaxprs import inner_jaxprs, with_current_line
+from pylayer_jax._jax.jaxprs import all_equations, inner_jaxprs, with_current_line
 from pylayer_jax._jax.rule_function import Values, apply, payload_of, rule_function_p
 from pylayer_jax._jax.traces import (
     BATCHED,
@@ -99,12 +99,8 @@ class _BlockMark(Identity):
 
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a nested block was entered while JAX staged this jaxpr."""
-    for equation in jaxpr.eqns:
-        if equation.primitive is rule_function_p and isinstance(payload_of(equation), (_BlockMark, Planned)):
-            return True
-        if any(map(_holds_block, inner_jaxprs(equation.params))):
-            return True
-    return False
+    functions = [payload_of(e) for e in all_equations(jaxpr) if e.primitive is rule_function_p]
+    return any(isinstance(f, (_BlockMark, Planned)) for f in functions)
 
 
 # -- the trace -------------------------------------------------------------------------------------------
@@ -280,7 +276,7 @@ def _is_backward(source: Any) -> bool:
 
 
 def _holds_backward(jaxpr: Any) -> bool:
-    return any(_is_backward(e.source_info) or any(map(_holds_backward, inner_jaxprs(e.params))) for e in jaxpr.eqns)
+    return any(_is_backward(e.source_info) for e in all_equations(jaxpr))
 
 
 def enter_block(pair: Pair) -> Block:

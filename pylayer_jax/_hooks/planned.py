@@ -217,17 +217,17 @@ class Surroundings(NamedTuple):
 def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool) -> Any:
     """Return a copy in which rules of users are marked and, if `has_bodies`, bodies are planned functions."""
     free = {v for v, x in zip(jaxpr.invars, outside, strict=True) if x is not False}
-    equations = [_prepared_equation(jaxpr, e, free, around, has_bodies) for e in jaxpr.eqns]
+    equations = [_prepared_equation(e, free, around, has_bodies) for e in jaxpr.eqns]
     return jaxpr.replace(eqns=equations)
 
 
-def _prepared_equation(jaxpr: Any, e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
+def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
     name, params = e.primitive.name, e.params
     is_free = [isinstance(x, Literal) or x in free for x in e.invars]
     if ROWS[name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
-        rule = UsersRule(name, Saver(), jaxpr_of(jaxpr, [e]))
+        rule = UsersRule(name, Saver(), jaxpr_of([e]))
         return e.replace(primitive=rule_function_p, params=rule_function_p.params_of(rule), invars=rule.jaxpr.invars)
     inner = inner_jaxprs(params)
     if name in JITTED:
@@ -427,7 +427,7 @@ def _evaluate(
     is_checked = is_nan_reported()
     # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
     for group in [[e] for e in equations] if is_checked else [list(equations)]:
-        jaxpr = jaxpr_of(derivative.forward, group)
+        jaxpr = jaxpr_of(group)
         is_inner = is_checked and any(derivative.calls_of[v] for v in jaxpr.outvars)
         run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
         try:

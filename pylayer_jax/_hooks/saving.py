@@ -75,9 +75,6 @@ class SavedByRule(Identity):
         super().__init__(types)
         self.layer, self.is_exact = layer, is_exact
 
-    def of(self, types: Sequence[Any]) -> Identity:
-        return SavedByRule(types, self.layer, self.is_exact)
-
 
 def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
     """Mark arrays, while a plan is made, as residuals that it leaves as they are. Inputs are not marked."""
@@ -408,9 +405,6 @@ class _Gate(Identity):
     def __init__(self, types: Sequence[Any], passage: Passage, is_entry: bool) -> None:
         super().__init__(types)
         self._passage, self._is_entry = passage, is_entry
-
-    def of(self, types: Sequence[Any]) -> Identity:
-        return _Gate(types, self._passage, self._is_entry)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]

@@ -243,14 +243,12 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
     return stage(named, [v.aval for v in jaxpr.invars], debug_name)[0]
 
 
-def jaxpr_of(like: Any, equations: Sequence[Any]) -> Any:
+def jaxpr_of(equations: Sequence[Any]) -> Any:
     """Return a jaxpr of equations, in order, from the variables that they read to all their results."""
     results = {v: None for e in equations for v in e.outvars}
     inputs = [v for v in variables([x for e in equations for x in e.invars]) if v not in results]
     effects = frozenset[Any]().union(*[e.effects for e in equations])
-    return like.replace(
-        constvars=(), invars=inputs, outvars=[*results], eqns=[*equations], effects=effects, debug_info=_DEBUG_INFO
-    )
+    return Jaxpr((), inputs, [*results], [*equations], effects, _DEBUG_INFO)
 
 
 class Opened(NamedTuple):
