@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import ForwardTanh, Square, layer, loss, text_of
+from tests.kit.layers import ForwardTanh, Square, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FORWARD, assert_same, pushed, scalar
 
@@ -214,18 +214,6 @@ def test_none_and_other_dtypes_from_jvp():
     assert zero.tolist() == marked.tolist() == [0, 0]
     assert low.dtype == jnp.bfloat16
     assert number.tolist() == (X * 4).tolist()
-
-
-def test_an_error_in_jvp_says_where():
-    class Made(PyLayer):
-        forward = staticmethod(outputs)
-        jvp = staticmethod(lambda ctx, dx: {}["key"])
-
-    with pytest.raises(KeyError) as caught:
-        jax.jvp(lambda x: Made.apply(x)[0], (X,), (X,))
-    assert "Made.jvp" in text_of(caught.value)
-    with pytest.raises(NotImplementedError, match=r"Made\.backward"):
-        jax.grad(lambda x: Made.apply(x)[0].sum())(X)
 
 
 def test_forward_mode_of_a_function_that_saves_for_forward():

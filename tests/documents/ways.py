@@ -1,7 +1,7 @@
-"""The same custom gradients in each way that JAX, equinox, torch and Paddle have for them.
+"""The same custom gradients in each way that JAX and equinox have for them.
 
 notebooks/comparison.md compares the ways in a table. `COLUMNS` has one function for each column, which returns a `Way`;
-tests/documents/test_comparison.py computes every cell from it.
+tests/documents/test_comparison.py computes the cells from it.
 """
 
 from __future__ import annotations
