@@ -254,16 +254,3 @@ def test_an_array_or_a_box_as_the_gradient_of_either(mode, give):
         assert jax.tree.structure(dw) == jax.tree.structure(w)
         np.testing.assert_allclose(dx, 2 * X)
         np.testing.assert_allclose(jax.tree.leaves(dw)[0], X)
-
-
-def test_a_box_of_the_wrong_shape_is_refused():
-    total = lambda w: multiply(lambda g: Box(jnp.ones(2))).apply(X, w).sum()  # noqa: E731
-    for w in (2 * X, Box(2 * X)):
-        with pytest.raises(ValueError, match=r"Made\.backward.*w.*\(3,\).*\(2,\)"):
-            jax.grad(total)(w)
-
-
-def test_a_box_as_a_tangent_or_among_what_is_saved():
-    assert jax.jvp(layer(jvp=lambda ctx, dx: Box(2 * dx)).apply, (X,), (X,))[1].tolist() == (2 * X).tolist()
-    with pytest.raises(TypeError, match="Box"):
-        layer(lambda ctx, x, w: ctx.save_for_backward(w), base=Function).apply(X, Box(X))

@@ -13,11 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-import scipy.optimize
 import scipy.signal
-import scipy.sparse
 import scipy.sparse.csgraph
-import scipy.sparse.linalg
 
 from pylayer_jax import Function, PyLayer, _host_layer, once_differentiable, saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
@@ -91,29 +88,6 @@ class Solve(PyLayer):
         return -np.outer(db, x), db
 
 
-POISSON = scipy.sparse.diags([-1.0, 3.0, -1.0], [-1, 0, 1], shape=(3, 3), format="csr", dtype=np.float32)
-ConjugateGradients = host_layer(
-    lambda ctx, b, matrix: setattr(ctx, "matrix", matrix) or scipy.sparse.linalg.cg(matrix, b, rtol=1e-7)[0],
-    lambda ctx, dx: scipy.sparse.linalg.cg(ctx.matrix.T, dx, rtol=1e-7)[0],
-    name="ConjugateGradients",
-)
-case(
-    lambda b: jnp.linalg.solve(jnp.asarray(POISSON.toarray()), b),
-    R3,
-    call=lambda b: ConjugateGradients.apply(b, POISSON),
-)(ConjugateGradients)
-
-
-def scattered(table, index, drows):
-    gradient = np.zeros(table.shape)
-    np.add.at(gradient, index, drows)
-    return gradient, None
-
-
-Lookup = host_layer(lambda table, index: table[index], scattered, name="Lookup", plain=True)
-case(lambda table, index: table[index], grid(4, 3), np.array([2, 0, 2]))(Lookup)
-
-
 @case(
     lambda a, b: {"x": jnp.linalg.solve(a, b), "residual": jnp.zeros(3)},
     W + 3 * jnp.eye(3),
@@ -173,15 +147,6 @@ case(lambda x: jnp.cumsum(x, -1), X)(
 )
 
 
-def tanh_of_a_batch(info, in_dims, x):
-    assert type(x) is np.ndarray
-    assert x.shape[in_dims[0]] == info.batch_size
-    return np.tanh(x), in_dims[0]
-
-
-case(jnp.tanh, X)(layer(saving_output(np.tanh), base=Tanh, name="OwnVmap", host=True, vmap=tanh_of_a_batch))
-
-
 @EAGER_AND_JIT
 @pytest.mark.parametrize("axes", [(None, 0), (None, 1), (0, None), (1, 0)])
 @pytest.mark.parametrize("host", [True, "forward"])
@@ -208,13 +173,6 @@ def test_a_vmap_method_with_shared_arguments(host, axes, mode):
 # -- objects on ctx -------------------------------------------------------------------------------
 
 
-def cubic_root(a):
-    z = jax.lax.stop_gradient(
-        jax.lax.fori_loop(0, 30, lambda _, z: z - (z + z**3 - a) / (1 + 3 * z**2), jnp.zeros_like(a))
-    )
-    return z - (z + z**3 - a) / (1 + 3 * z**2)
-
-
 @case(lambda x: jnp.where(x > 0.9, 0, jnp.sin(x)), R3)
 class MaskedInSomeRuns(PyLayer):
     host = True
@@ -227,20 +185,6 @@ class MaskedInSomeRuns(PyLayer):
     @staticmethod
     def backward(ctx, dy):
         return dy * np.cos(ctx.x) * (1 if ctx.mask is None else ~ctx.mask)
-
-
-@case(cubic_root, jnp.array(0.7))
-class Root(PyLayer):
-    host = True
-
-    @staticmethod
-    def forward(ctx, a):
-        ctx.found = scipy.optimize.root_scalar(lambda z: z + z**3 - a, bracket=(-10, 10))
-        return ctx.found.root
-
-    @staticmethod
-    def backward(ctx, dz):
-        return dz / (1 + 3 * ctx.found.root**2)
 
 
 # -- layers whose backward is JAX code ------------------------------------------------------------
@@ -379,11 +323,6 @@ def test_result_types_declares_the_outputs_without_a_run():
         lowered = jax.jit(jax.grad(lambda x, t=transform: t(lambda x: made.apply(x, 1))(x).sum())).lower(X)
         assert runs == []
     np.testing.assert_allclose(lowered.compile()(X), jnp.exp(X), rtol=1e-6)
-    wrong = host_layer(lambda ctx, x: (x, None), result_types=lambda x: (x, x), name="Pair")
-    for mode in (jax.jit, lambda f: f, jax.grad):  # an eager run has to return what is declared, too
-        text = error_of(mode(lambda x: wrong.apply(x)[0].sum()), X)
-        for part in ("Pair.forward", "output[0]", "output[1]", "result_types"):
-            assert part in text
     with pytest.raises(TypeError, match="result_types"):
         layer(lambda ctx, x: x, host="forward", result_types=lambda x: x)
 
@@ -396,6 +335,7 @@ DECLARED = {  # what forward returns where result_types declares {"y": float16[3
     "key": (lambda x: {"z": x}, None),
     "container": (lambda x: [x], None),
     "one more": (lambda x: {"y": x, "z": x}, None),
+    "none": (lambda x: {"y": None}, None),
 }
 
 
@@ -470,21 +410,26 @@ def test_what_is_saved_comes_back_as_it_was(mode):
     assert seen == [(np.dtype(np.longdouble), 3, ["z", 1], True, 1, "a")] * 2
 
 
-KEPT = {  # what a layer whose backward is JAX code may not keep
-    "ctx.slope": lambda ctx, x: setattr(ctx, "slope", np.cos(x)),
-    "ctx.count": lambda ctx, x: setattr(ctx, "count", int(np.sum(x > 0)) + 1000),
-    "ctx.mask": lambda ctx, x: setattr(ctx, "mask", x > 5 if np.any(x > 5) else None),
-    "ctx.info": lambda ctx, x: setattr(ctx, "info", {"found": object()}),
-    "ctx.save_for_backward": lambda ctx, x: ctx.save_for_backward(np.array(x)),
+KEPT = {  # what a layer whose backward is JAX code may not keep of its input x and output y
+    "ctx.slope": lambda ctx, x, y: setattr(ctx, "slope", np.cos(x)),
+    "ctx.count": lambda ctx, x, y: setattr(ctx, "count", int(np.sum(x > 0)) + 1000),
+    "ctx.mask": lambda ctx, x, y: setattr(ctx, "mask", x > 5 if np.any(x > 5) else None),
+    "ctx.info": lambda ctx, x, y: setattr(ctx, "info", {"found": object()}),
+    "ctx.save_for_backward": lambda ctx, x, y: ctx.save_for_backward(np.array(x)),
+    "ctx.save_for_backward of a value that changes": lambda ctx, x, y: (ctx.save_for_backward(y), y.__imul__(2)),
 }
 
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("name", KEPT)
 def test_a_backward_in_jax_gets_inputs_outputs_and_statics_only(name, mode):
-    made = layer(lambda ctx, x: KEPT[name](ctx, x) or np.sin(x), lambda ctx, dy: dy, host="forward", name="Sine")
-    text = error_of(mode(jax.grad(loss(made))), X)
-    assert f"Sine.forward, {name}" in text
+    def forward(ctx, x):
+        y = np.sin(x)
+        KEPT[name](ctx, x, y)
+        return y
+
+    text = error_of(mode(jax.grad(loss(layer(forward, host="forward", name="Sine")))), X)
+    assert f"Sine.forward, {name.partition(' ')[0]}" in text
     assert "another output" in text
 
 
@@ -531,6 +476,9 @@ def test_outputs_that_differ_between_runs(name, host, transform):
     text = error_of(run, jnp.full((3, 3), 99.0))
     assert "Odd.forward" in text
     assert "output" in text
+    if name == "shape" and transform is jax.jit:
+        assert "[3, 3]" in text
+        assert "[2, 3]" in text
 
 
 KEPT_OF_LARGE = {
@@ -558,19 +506,6 @@ def test_what_a_dropped_run_keeps_is_compared(kept, transform):
     run = jax.jit(jax.vmap(jax.grad(f)) if transform is jax.vmap else lambda x: transform(f)(x[0]))
     assert jax.tree.leaves(run(jnp.ones((1, 3))))[-1].ravel().tolist() == [1, 1, 1]
     assert "Odd.forward" in error_of(run, jnp.full((1, 3), 99.0))
-
-
-@EAGER_AND_JIT
-def test_an_output_that_is_changed_after_ctx_kept_it_is_another_value(mode):
-    def forward(ctx, x):
-        y = np.sin(x)
-        ctx.save_for_backward(y)
-        y *= 2
-        return y
-
-    text = error_of(mode(jax.grad(loss(layer(forward, host="forward", name="Twice")))), X)
-    assert "Twice.forward, ctx.save_for_backward" in text
-    assert "another output" in text
 
 
 @EAGER_AND_JIT
@@ -735,13 +670,6 @@ def test_an_example_that_does_not_end_is_named(monkeypatch):
         jax.jit(layer(base=made, name="Quick").apply)(X)
         time.sleep(0.5)
     assert not found
-
-
-def test_a_result_of_another_shape_names_both():
-    text = error_of(jax.jit(host_layer(lambda ctx, x: x[x < 50], name="Small").apply), jnp.array([1.0, 99.0]))
-    assert "Small.forward" in text
-    assert "[2]" in text
-    assert "[1]" in text
 
 
 def test_keys_and_refs_are_refused_by_name():

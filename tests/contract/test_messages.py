@@ -125,13 +125,6 @@ def test_one_warning_from_many_threads():
     assert len([w for w in caught if "returned None" in str(w.message)]) == 1
 
 
-def test_where_warnings_are_errors_each_run_raises():
-    made = forgetful()
-    for _ in range(2):
-        with pytest.raises(UserWarning, match="returned None"):
-            jax.grad(loss(made))(X)
-
-
 @pytest.mark.clears_caches
 @pytest.mark.parametrize("method", [staticmethod, classmethod])
 def test_neither_the_warning_nor_what_forward_closes_over_keeps_a_class_alive(method):
@@ -290,12 +283,6 @@ def test_objects_of_a_class_with_its_own_construction_may_be_called():
 # -- code that uses an array as a tensor of torch or Paddle ----------------------------------------------
 
 HOST_CODE = {"asarray": np.asarray, "ufunc": np.sin, "float": lambda x: float(x.sum()), "tolist": lambda x: x.tolist()}
-OTHER_ERRORS = {
-    "of a list": lambda x: [].detach(),
-    "unknown": lambda x: x.nothing,
-    "of a number": lambda x: len(5),
-    "of a module": lambda x: jnp.nothing,
-}
 
 
 def said_of(run, use):
@@ -369,6 +356,6 @@ def test_the_error_of_a_staged_layer_in_forward_mode_names_forward_mode():
     assert re.search(r"(?s)Made\.forward.*forward_mode = True", text_of(caught.value))
 
 
-@pytest.mark.parametrize("use", OTHER_ERRORS.values(), ids=OTHER_ERRORS)
+@pytest.mark.parametrize("use", [lambda x: [].detach(), lambda x: x.nothing, lambda x: len(5), lambda x: jnp.nothing])
 def test_other_errors_get_no_advice(use):
     assert "In JAX" not in said_of("eager", use)

@@ -208,39 +208,31 @@ def test_what_hooks_packed_has_the_name_of_the_tensor():
         assert {*names(Wave)} == {*NAMES[Wave], "Wave.saved[2]"}
 
 
-def test_values_without_a_name():
-    # Nor has any where nothing is differentiated.
-    assert "saved[" not in str(jax.make_jaxpr(Wave.apply)(THREE))
-    assert names(layer(base=Wave, saved_names=())) == []
-    assert names(layer(base=Wave, saved_names=(None, "wave", None, None))) == ["wave"]
+def keep(*tensors):
+    """Return a layer of sin that saves these functions of its input."""
 
-
-def test_one_tensor_under_two_names_has_the_first():
     def forward(ctx, x):
-        ctx.save_for_backward(x * 2, x, x)
+        ctx.save_for_backward(*(each and jax.tree.map(lambda f: f(x), each) for each in tensors))
         return jnp.sin(x)
 
-    def backward(ctx, dy):
-        _, x, same = ctx.saved_tensor()
-        return dy * jnp.cos(x) * same / x
-
-    made = layer(forward, backward, saved_names=(None, "first", "second"))
-    assert names(made) == ["first"]
-    np.testing.assert_allclose(jax.jit(jax.grad(loss(made)))(THREE), jnp.cos(THREE), rtol=1e-6)
+    return layer(forward, lambda ctx, dy: dy * jax.tree.leaves(ctx.saved_tensors)[0])
 
 
-def test_a_pytree_and_none_are_one_saved_value_each():
-    def forward(ctx, x):
-        ctx.save_for_backward({"sin": jnp.sin(x), "cos": jnp.cos(x)}, None)
-        return ctx.saved_tensors[0]["sin"] * 1
+# What a layer saves, and the names of it that arrive.
+ARRIVE = [
+    (Wave, (), []),
+    (Wave, (None, "wave", None, None), ["wave"]),
+    (keep(jnp.cos, lambda x: x, lambda x: x), (None, "first", "second"), ["first"]),  # one tensor under two names
+    (keep({"cos": jnp.cos, "sin": jnp.sin}, None), ("parts", None), ["parts['cos']", "parts['sin']"]),
+]
 
-    made = layer(
-        forward,
-        lambda ctx, dy: dy * ctx.saved_tensor()[0]["cos"],
-        saved_names=("parts", None),
-    )
-    assert names(made) == ["parts['sin']", "parts['cos']"]
-    np.testing.assert_allclose(jax.jit(jax.grad(loss(made)))(THREE), jnp.cos(THREE), rtol=1e-6)
+
+@pytest.mark.parametrize(("made", "given", "arrive"), ARRIVE)
+def test_each_saved_value_has_a_name_or_none(made, given, arrive):
+    named = layer(base=made, saved_names=given)
+    assert names(named) == arrive
+    np.testing.assert_allclose(jax.jit(jax.grad(loss(named)))(THREE), jax.grad(loss(made))(THREE), rtol=1e-6)
+    assert "name[" not in str(jax.make_jaxpr(named.apply)(THREE))  # where nothing is differentiated
 
 
 @pytest.mark.parametrize("names", ["wave", ["wave"], ("wave", 1), False])

@@ -1,7 +1,7 @@
 """Ports functions of torch projects: their code, references in plain JAX, and rows that compare them with real torch.
 
 A text is a function of `xp`, which has the names of JAX or of torch, and runs under both. T and a number name the layer
-in the list of layers that they are taken from. What torch changes in place goes through `xp.changed`.
+in the list of layers that they are taken from.
 """
 
 from __future__ import annotations
@@ -198,30 +198,6 @@ def layers(xp):
                 grad_codebook = xp.add_rows(xp.zeros_like(codebook), index, rows)
             return grad_inputs, grad_codebook
 
-    class LearnedClip(xp.Function):
-        """T36: saves its input, and then may change it in place, which is impossible in JAX."""
-
-        @staticmethod
-        def forward(ctx, x, clip, num_bits, dequantize, inplace):
-            ctx.save_for_backward(x, clip)
-            scale = (2**num_bits - 1) / clip
-            quantized = xp.floor(scale * xp.minimum(xp.clip(x, min=0), clip))
-            if dequantize:
-                quantized = quantized / scale
-            if inplace:
-                x = xp.changed(x, quantized)
-                ctx.mark_dirty(x)
-                return x
-            return quantized
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, clip = ctx.saved_tensors
-            zero = xp.zeros_like(grad_output)
-            grad_input = xp.where((x > 0) & (x < clip), grad_output, zero)
-            grad_clip = xp.where(x >= clip, grad_output, zero).sum().reshape(clip.shape)
-            return grad_input, grad_clip, None, None, None
-
     return SimpleNamespace(**locals())
 
 
@@ -250,21 +226,11 @@ port = functools.partial(PORTS.port, layers)
 Y = grid(2, 3, low=-0.9, high=1.1) + np.float32(0.05)
 
 
-def f32(*values):
-    return np.array(values, np.float32)
-
-
 CODEBOOK = grid(4, 3)
 port("NearestCode", X, CODEBOOK, wrt=(0,), call=lambda m, x, c: (m.NearestCode.apply(x, c), x * 2))
 for wrt in ((0, 1), (0,), (1,)):
     port("StraightThroughCode", X, CODEBOOK, wrt=wrt, label=str(wrt))
 
-# One step of `clip` is exact. Below the first step the changed input of the original says zero, as shown further down.
-VALUES, CLIP = f32(-0.4, 0.31, 0.47, 0.83, 1.5), f32(0.9375)
-changed = {"call": lambda m, x, c: m.LearnedClip.apply(x * 1, c, 4, True, True)}
-port("LearnedClip", VALUES, CLIP, 4, True, False)
-port("LearnedClip", VALUES, CLIP, 4, False, False, label="quantized")
-port("LearnedClip", VALUES, CLIP, **changed, modes=("eager", "jit", "scan"), label="inplace")
 port("AuxLossScaler", X, np.array(0.7, np.float32))
 port("AuxLossScaler", X, np.array(0.7, np.float32), call=lambda m, x, a: m.AuxLossScaler.apply(x * 2, a), label="inner")
 
@@ -274,12 +240,3 @@ port("Cube", X, used=(0,), label="first")
 port("Cube", X, call=lambda m, x: m.Cube.apply(m.Cube.apply(x)[0] * 0.3), label="nested")
 port("SinProduct", X, Y, 0.7)
 port("Normalize", X)
-
-# -- differences ------------------------------------------------------------------------------------
-
-differ = functools.partial(port, summed=True, orders=1)
-# torch keeps the changed values for backward, of which the lowest step has no gradient; ours keeps the old.
-differ(
-    "LearnedClip", f32(-1, 0.03, 0.3, 1.5), f32(1), **changed, theirs=[f32(0, 0, 1, 0), 1], ours=[f32(0, 1, 1, 0), 1]
-)
-differ("LearnedClip", VALUES, CLIP, 4, True, True, theirs=RuntimeError, ours=[f32(0, 1, 1, 1, 0), 1], label="leaf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
 from tests.hooks.spy import IDLE
@@ -19,7 +20,7 @@ from tests.layers.agree import (
 )
 from tests.layers.differ import DIFFERENCES
 
-from .after_torch import PORTS, f32, layers, ported
+from .after_torch import PORTS, layers, ported
 
 pytestmark = [pytest.mark.frameworks, IDLE]
 CASES = Table(SHARED + HOOKS)
@@ -158,7 +159,7 @@ def test_layers(theirs, mode, one):
 
 def test_an_attribute_of_the_class_changed_between_calls(theirs, monkeypatch):
     """Change an attribute of a class after the first call: a compiled gradient uses the value at the first call."""
-    args = X, f32(0.7)
+    args = X, np.array(0.7, np.float32)
     one = Row("scaled", lambda of: of.text(layers).AuxLossScaler.apply, args, wrt=(1,), orders=1, summed=True)
     compiled = jax.jit(jax.grad(lambda x, loss: ported.AuxLossScaler.apply(x, loss).sum(), 1))
     for scale in (2, 5):
