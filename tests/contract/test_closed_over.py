@@ -121,24 +121,34 @@ DEAD = {
     "checkpoint": lambda f: jax.grad(lambda x, w: jax.checkpoint(f)(x, w).sum()),
 }
 HOLD = SHOWN | {"object": Scale, "Partial": lambda w: jax.tree_util.Partial(lambda scale, x: x * scale, w)}
-Holding = layer(
-    lambda ctx, x, held: setattr(ctx, "held", held) or (held if callable(held) else held.method)(x),
-    lambda ctx, dy: (ctx.held if callable(ctx.held) else ctx.held.method)(dy),
-    name="Holding",
-)
+# How forward keeps what it is given, and how backward reads it.
+KEEP = {
+    "on ctx": (lambda ctx, held: setattr(ctx, "held", held), lambda ctx: ctx.held),
+    "saved": (lambda ctx, held: ctx.save_for_backward(held), lambda ctx: ctx.saved_tensors[0]),
+}
 
 
+def called(held, x):
+    return (held if callable(held) else held.method)(x)
+
+
+@pytest.mark.parametrize(("keep", "read"), KEEP.values(), ids=KEEP)
 @pytest.mark.parametrize("mode", DEAD.values(), ids=DEAD)
 @pytest.mark.parametrize("hide", HOLD.values(), ids=HOLD)
-def test_a_traced_value_on_ctx_that_has_ended_is_named(hide, mode):
+def test_a_traced_value_on_ctx_that_has_ended_is_named(hide, mode, keep, read):
+    holding = layer(
+        lambda ctx, x, held: (keep(ctx, held), called(held, x))[1],
+        lambda ctx, dy: called(read(ctx), dy),
+    )
+
     def run():
-        return mode(lambda x, w: Holding.apply(x, hide(w)))(X, X)
+        return mode(lambda x, w: holding.apply(x, hide(w)))(X, X)
 
     if hide is HOLD["Partial"]:
         assert run().tolist() == X.tolist()
     else:
         with pytest.raises(
-            jax.errors.UnexpectedTracerError, match=r"Holding\.backward(?s:.*)\bscale(?s:.*)ctx\.held(?s:.*)Partial"
+            jax.errors.UnexpectedTracerError, match=r"Made\.backward(?s:.*)\bscale(?s:.*)ctx\.(?s:.*)Partial"
         ):
             run()
 

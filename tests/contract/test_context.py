@@ -24,16 +24,6 @@ def then(call, result=lambda x: x * 1):
 # -- saving ---------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_a_tuple_and_nothing_is_none_in_paddle_and_empty_in_torch():
-    seen = []
-    note = lambda ctx, dy: seen.append((ctx.saved_tensor(), ctx.saved_tensors)) or dy  # noqa: E731
-    jax.grad(loss(layer(backward=note)))(X)
-    assert seen == [(None, ())]
-    seen.clear()
-    jax.grad(loss(layer(then(lambda ctx, x: ctx.save_for_backward(1, None)), note)))(X)
-    assert seen == [((1, None), (1, None))]
-
-
 CONTAINERS = {
     "keys that cannot be sorted": ({"n": 0, 3: 1, None: 2}, lambda c: c.update(n=c["n"] + 1)),
     "defaultdict": (collections.defaultdict(list), lambda c: c["new"].append(1)),
@@ -142,31 +132,6 @@ def test_function_that_closes_over_traced_values_is_refused(mode):
         MODES[mode](loss(made))(X)
 
 
-class Holder:
-    """An object that is no pytree."""
-
-    def __init__(self, w):
-        self.w = w
-
-
-# How forward keeps a traced array in an object, and how backward reads it.
-HELD = {
-    "on ctx": (lambda ctx, w: setattr(ctx, "kept", Holder(w)), lambda ctx, dy: dy * ctx.kept.w),
-    "saved": (lambda ctx, w: ctx.save_for_backward(Holder(w)), lambda ctx, dy: dy * ctx.saved_tensors[0].w),
-}
-
-
-@pytest.mark.parametrize("mode", ["jit-grad", "scan", "vmap"])
-@pytest.mark.parametrize(("keep", "backward"), HELD.values(), ids=HELD)
-def test_a_traced_array_in_an_object_that_is_no_pytree_is_an_error_where_backward_reads_it(keep, backward, mode):
-    forward = then(lambda ctx, x: keep(ctx, x * 2))
-    made = layer(forward, backward)
-    assert jax.grad(loss(made))(X).tolist() == (2 * X).tolist()
-    with pytest.raises((jax.errors.UnexpectedTracerError, TypeError), match=r"Made\.backward(?s:.*)\bw\b(?s:.*)ctx\."):
-        MODES[mode](loss(made))(X)
-    assert MODES[mode](loss(layer(forward, lambda ctx, dy: dy * 3)))(X).tolist() == [3, 3, 3]
-
-
 @pytest.mark.parametrize(("base", "transform"), [(PyLayer, jax.jit), (Function, jax.checkpoint)])
 @pytest.mark.parametrize("method", ["forward", "backward"])
 @runs
@@ -209,27 +174,6 @@ def test_saved_names_of_another_number(names, around, mode):
 
 
 # -- cotangents -----------------------------------------------------------------------------------
-
-
-@gradients
-@pytest.mark.parametrize("materialize", [True, False])
-def test_missing_cotangents(run, materialize):
-    seen = []
-
-    def forward(ctx, x):
-        ctx.set_materialize_grads(materialize)
-        return x * 2, x[:2], jnp.arange(4), {"a": x, "n": 1}
-
-    made = layer(forward, lambda ctx, *dys: seen.append(dys) or dys[0] * 2)
-    assert run(lambda x: made.apply(x)[0].sum())(X).tolist() == [2, 2, 2]
-    for _, part, integers, tree in seen:
-        if materialize:
-            assert (part.shape, part.dtype) == ((2,), jnp.float32)
-            assert (integers.shape, integers.dtype) == ((4,), jnp.int32)
-            assert tree["a"].shape == (3,)
-        else:
-            assert (part, integers, tree["a"]) == (None, None, None)
-        assert tree["n"] is None
 
 
 @pytest.mark.parametrize("place", ["sharded", "another device", "anywhere"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayerContext
+from pylayer_jax import PyLayerContext
 from pylayer_jax.packers import cast_saved
 from tests.kit.jaxprs import equations
 from tests.kit.layers import Matmul, Tanh, layer, loss
@@ -155,26 +155,10 @@ ForwardWave = layer(base=Wave, name="ForwardWave", forward_mode=True)
 NamedWave = layer(base=Wave, saved_names=("slope", "wave", None, None))
 
 
-def set_up_wave(ctx, inputs, output):
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], output[0], *inputs)
-
-
-FunctionWave = layer(
-    lambda x: (jnp.sin(jnp.exp(x)), jnp.cos(jnp.exp(x))),
-    lambda ctx, dy, _: dy * ctx.saved_tensors[0] * jnp.exp(ctx.saved_tensors[2]) + 0 * ctx.saved_tensors[1],
-    Function,
-    "FunctionWave",
-    setup_context=set_up_wave,
-    saved_names=True,
-)
-
-
 NAMES = {
     Wave: ["Wave.saved[0]['slope']", "Wave.saved[1]"],
     ForwardWave: ["ForwardWave.saved[0]['slope']", "ForwardWave.saved[1]"],
     NamedWave: ["slope['slope']", "wave"],
-    FunctionWave: ["FunctionWave.saved[0]", "FunctionWave.saved[1]"],
 }
 
 

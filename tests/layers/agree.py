@@ -9,12 +9,6 @@ from tests.kit.oracle import Table, X, Y, Z
 SHARED = Table()
 
 
-@SHARED.add(label="constant", used=(1,))
-def no_output_used(of):
-    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
-    return lambda x: (layer.apply(x), x * 3)
-
-
 def integer(of, x):
     return of.cast(x * 10, "int32")
 
@@ -75,18 +69,6 @@ def product(of):
         return dy * b, dy * a
 
     return of.layer(of.saving(lambda a, b: a * b), backward)
-
-
-@SHARED.add(orders=0)
-def jacobian(of):
-    layer = product(of)
-    return of.jacobian(lambda x: layer.apply(x, of.sin(x)))
-
-
-@SHARED.add(orders=0)
-def hessian(of):
-    layer = product(of)
-    return of.hessian(lambda x: layer.apply(x, of.sin(x)).sum())
 
 
 @SHARED.add(X, Y)
