@@ -51,23 +51,21 @@ def saving_output(function):
     return forward
 
 
-@case(lambda x, kernel: jax.scipy.signal.convolve2d(x, kernel, mode="valid"), IMAGE, grid(2, 3))
-class Conv2d(Function):
-    host = True
+def gradients_of_convolution(x, kernel, dy):
+    assert type(dy) is type(x) is np.ndarray
+    # Of the flipped filter, as convolve2d turns it round.
+    dkernel = scipy.signal.correlate2d(x, dy, mode="valid")[::-1, ::-1]
+    return scipy.signal.correlate2d(dy, kernel, mode="full"), dkernel
 
-    @staticmethod
-    def forward(ctx, x, kernel):
-        assert type(x) is type(kernel) is np.ndarray
-        ctx.save_for_backward(x, kernel)
-        return scipy.signal.convolve2d(x, kernel, mode="valid")
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, kernel = ctx.saved_tensors
-        assert type(dy) is type(x) is np.ndarray
-        # Of the flipped filter, as convolve2d turns it round.
-        dkernel = scipy.signal.correlate2d(x, dy, mode="valid")[::-1, ::-1]
-        return scipy.signal.correlate2d(dy, kernel, mode="full"), dkernel
+def convolved(x, kernel):
+    assert type(x) is type(kernel) is np.ndarray
+    return scipy.signal.convolve2d(x, kernel, mode="valid")
+
+
+Conv2d = case(lambda x, kernel: jax.scipy.signal.convolve2d(x, kernel, mode="valid"), IMAGE, grid(2, 3))(
+    host_layer(convolved, gradients_of_convolution, base=Function, name="Conv2d", plain=True)
+)
 
 
 @case(jnp.linalg.solve, W + 3 * jnp.eye(3), R3)
@@ -173,18 +171,17 @@ def test_a_vmap_method_with_shared_arguments(host, axes, mode):
 # -- objects on ctx -------------------------------------------------------------------------------
 
 
-@case(lambda x: jnp.where(x > 0.9, 0, jnp.sin(x)), R3)
-class MaskedInSomeRuns(PyLayer):
-    host = True
+def masked(ctx, x):
+    ctx.x, ctx.mask = x, (x > 0.9) if np.any(x > 0.9) else None
+    return np.where(x > 0.9, 0, np.sin(x))
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x, ctx.mask = x, (x > 0.9) if np.any(x > 0.9) else None
-        return np.where(x > 0.9, 0, np.sin(x))
 
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * np.cos(ctx.x) * (1 if ctx.mask is None else ~ctx.mask)
+def gradient_of_masked(ctx, dy):
+    return dy * np.cos(ctx.x) * (1 if ctx.mask is None else ~ctx.mask)
+
+
+# Its ctx has another structure in some runs.
+case(lambda x: jnp.where(x > 0.9, 0, jnp.sin(x)), R3)(host_layer(masked, gradient_of_masked, name="Masked"))
 
 
 # -- layers whose backward is JAX code ------------------------------------------------------------

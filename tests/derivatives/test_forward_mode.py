@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
 from tests.kit.layers import ForwardTanh, Square, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FORWARD, assert_same, pushed, scalar
@@ -71,26 +70,19 @@ def test_a_backward_that_applies_its_own_layer(around):
 # -- a layer's own `jvp` ---------------------------------------------------------------------------
 
 
-class OwnMap(PyLayer):
-    """Layer whose `jvp` is not the transpose of its `backward`, so that the result shows which of them ran."""
+def tangents_of_product(ctx, dx, dn, dy):
+    x, n, y = ctx.saved_tensor()
+    assert (n, dn) == (3, None)
+    return dx * y + dy * x, None, dx * jnp.cos(x)
 
-    @staticmethod
-    def forward(ctx, x, n, y):
-        ctx.save_for_backward(x, y)
-        ctx.n = n
-        return x * y, n, jnp.sin(x)
 
-    @staticmethod
-    def backward(ctx, dxy, dsin):
-        x, y = ctx.saved_tensor()
-        return 10 * dxy * y + dsin * jnp.cos(x), 10 * dxy * x
-
-    @staticmethod
-    def jvp(ctx, dx, dn, dy):
-        assert dn is None
-        x, y = ctx.saved_tensor()
-        assert ctx.n == 3
-        return dx * y + dy * x, None, dx * jnp.cos(x)
+# Its `jvp` is not the transpose of its `backward`, so that the result shows which of them ran.
+OwnMap = layer(
+    lambda x, n, y: (x * y, n, jnp.sin(x)),
+    lambda x, n, y, dxy, dsin: (10 * dxy * y + dsin * jnp.cos(x), 10 * dxy * x),
+    plain=True,
+    jvp=tangents_of_product,
+)
 
 
 def own(x, y):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer, saved_tensors_hooks
+from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
 from tests.hooks.spy import IDLE, in_block
 from tests.kit.layers import Multiply, Tanh, layer
@@ -46,19 +46,15 @@ def test_threads_differentiate_one_jitted_function_for_different_arguments(round
     assert len(done) > 7 * rounds
 
 
-class GivesWhatIsNeeded(PyLayer):
-    """Layer that computes a b^2, and saves and returns only what `needs_input_grad` asks for."""
+def what_is_needed(ctx, dy):
+    needs, (a, b) = ctx.needs_input_grad, ctx.saved_tensor()
+    return dy * b**2 if needs[0] else None, 2 * dy * a * b if needs[1] else None
 
-    @staticmethod
-    def forward(ctx, a, b):
-        # In a traced forward both are needed, whatever is differentiated.
-        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)
-        return a * b**2
 
-    @staticmethod
-    def backward(ctx, dy):
-        needs, (a, b) = ctx.needs_input_grad, ctx.saved_tensor()
-        return dy * b**2 if needs[0] else None, 2 * dy * a * b if needs[1] else None
+# In a traced forward both are needed, whatever is differentiated.
+GivesWhatIsNeeded = layer(
+    lambda ctx, a, b: ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b) or a * b**2, what_is_needed
+)
 
 
 def test_vjp_functions_of_one_jitted_function():

@@ -244,22 +244,6 @@ def read_twice(of):
     return of.layer(of.saving(lambda a, b: a * b), backward).apply
 
 
-def keeps_an_attribute(of):
-    def forward(ctx, x):
-        ctx.x = x
-        return of.sin(x)
-
-    return of.layer(forward, lambda ctx, dy: dy * ctx.x).apply
-
-
-def saves_integers(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(integer(of, x))
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * of.cast(of.saved(ctx)[0], "float32")).apply
-
-
 def layer_inside(of):
     inner = product(of)
     forward = of.saving(lambda x: inner.apply(x, x) * 1)
@@ -273,8 +257,6 @@ for name, args, theirs, ours, run in (
     ("saved input", (X, Y), (2, 2), (2, 2), lambda of: product(of).apply),
     ("saved output", (X,), (1, 1), (1, 1), lambda of: doubled_tanh(of).apply),
     ("not asked for", (X,), (1, 0), (1, 0), lambda of: of.layer(of.saving(of.sin), lambda ctx, dy: dy * 3).apply),
-    ("attribute", (X,), (0, 0), (0, 0), keeps_an_attribute),
-    ("integers", (X,), (1, 1), (1, 1), saves_integers),
     # An operation packs a tensor once here, and once per use there; if it is read twice, it is unpacked once here.
     ("square", (X,), (2, 2), (1, 1), lambda of: lambda x: x * x),
     ("two operations", (X, Y), (4, 4), (4, 4), lambda of: lambda x, y: (x * y, y * x)),
