@@ -178,10 +178,7 @@ def loss_of(layer):
     return lambda x: layer.apply(jnp.sin(x)).sum()
 
 
-def outer():
-    return layer(lambda x: jnp.exp(Tanh.apply(x)), lambda x, dy: Tanh.apply(dy), name="Outer", plain=True)
-
-
+Outer = layer(lambda x: jnp.exp(Tanh.apply(x)), lambda x, dy: Tanh.apply(dy), name="Outer", plain=True)
 BOTH = {("Tanh/forward", "tanh"), ("Tanh/backward", "sub")}
 # A function, and operations of it with their scopes.
 NAMED = {
@@ -197,7 +194,7 @@ NAMED = {
         {("OwnVmap/vmap", "tan"), ("OwnVmap/backward", "sub")},
     ),
     "setup_context": (jax.grad(loss_of(Split)), {("Split/forward", "tanh"), ("Split/backward", "sub")}),
-    "within a layer": (jax.value_and_grad(loss_of(outer())), {("Outer/forward", "exp"), ("Tanh/forward", "tanh")}),
+    "within a layer": (jax.value_and_grad(loss_of(Outer)), {("Outer/forward", "exp"), ("Tanh/forward", "tanh")}),
 }
 
 
@@ -205,5 +202,5 @@ NAMED = {
 def test_methods_bear_the_name_of_their_class(function, names):
     found = scopes(function, X)
     assert names <= found
-    # Those around the layer do not.
-    assert not {("Tanh/forward", "sin"), ("Tanh/backward", "cos")} & found
+    around = [scope for scope, operation in found if operation in ("sin", "cos")]
+    assert not [scope for scope in around if scope.endswith(("/forward", "/backward"))]

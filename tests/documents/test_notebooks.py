@@ -12,7 +12,7 @@ for package in ("flax", "ipykernel", "matplotlib", "rich"):
     pytest.importorskip(package, reason='notebooks need an extra: pip install -e ".[notebooks]"')
 import nbformat  # noqa: E402
 
-from notebooks.tools.clean_notebooks import cleaned, without_folders  # noqa: E402
+from notebooks.tools.clean_notebooks import cleaned  # noqa: E402
 
 from .compare_outputs import differences  # noqa: E402
 
@@ -64,8 +64,3 @@ def test_stored_outputs_are_of_one_clean_run(path):
     assert path.stat().st_size < 500_000
     assert cleaned(json.loads(path.read_text())) == json.loads(path.read_text())
     assert not re.search(r"install [\"'\\]*pylayer_jax", path.read_text())  # the package is on no index
-
-
-def test_a_folder_of_a_machine_is_left_out():
-    shown = {"text": ["/home/me/project/model.py:3: in <module>", "see https://jax.dev/tmp/page, and a / b"]}
-    assert without_folders(shown) == {"text": ["model.py:3: in <module>", "see https://jax.dev/tmp/page, and a / b"]}
