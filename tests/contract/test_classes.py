@@ -68,6 +68,8 @@ def test_members_of_another_class(base, old, new):
         ("complex_convention", "torch", "paddle"),
         ("forward_mode", "yes", "True"),
         ("saved_names", "y", "tuple"),
+        ("saved_names", ["y"], "tuple"),
+        ("saved_names", ("y", 1), "tuple"),
         ("Host", True, "host"),
         ("hst", "forward", "host"),
         ("host_vamp", "broadcast", "host_vmap"),

@@ -1,6 +1,7 @@
 """A layer adds nothing to a compiled program, and little work per call; programs show its name. Nothing is timed."""
 
 import functools
+import inspect
 import re
 from collections import Counter
 
@@ -125,6 +126,18 @@ def test_eager_apply_uses_no_custom_vjp(monkeypatch):
     assert own.apply(X).shape == X.shape
     with pytest.raises(pytest.fail.Exception, match="the rule was used"):
         jax.grad(loss(own))(X)
+
+
+def test_jax_does_not_derive_the_names_of_arguments_in_each_application(monkeypatch):
+    """JAX reads them from `__fun_debug_info__` of the three functions of a custom_vjp; else tracing takes 1.2 times."""
+    seen, signature = [], inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda *args, **kwargs: seen.append(0) or signature(*args, **kwargs))
+    counts = []
+    for depth in (2, 12):
+        seen.clear()
+        jax.make_jaxpr(jax.grad(deep(Tanh.apply, depth)))(X)
+        counts.append(len(seen))
+    assert counts[1] - counts[0] <= 10  # one per application, by `jax.custom_vjp` itself
 
 
 def test_nothing_is_built_per_call(monkeypatch):

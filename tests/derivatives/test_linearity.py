@@ -225,13 +225,6 @@ def of_operations(x, w):
 
 # Each from a scalar function and its arguments to numbers.
 SECOND = {name: run for name, run in (SECOND_ORDER | FORWARD_OVER_REVERSE).items() if name not in SLOW | COVERED}
-SECOND |= {
-    "linearize": lambda f, args: jax.linearize(jax.grad(f, (0, 1)), *args)[1](T, X),
-    "hessian_of_cond": lambda f, args: jax.hessian(lambda x, w: jax.lax.cond(FLAG, f, jnp.vdot, x, w))(*args),
-    "gradient_of_a_product_with_the_hessian": lambda f, args: jax.grad(
-        lambda x: sum(map(jnp.sum, jax.jvp(jax.grad(f, (0, 1)), (x, T), (T, X))[1]))
-    )(X),
-}
 
 
 @pytest.mark.parametrize("name", SECOND)

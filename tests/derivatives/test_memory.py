@@ -199,9 +199,3 @@ def test_each_saved_value_has_a_name_or_none(made, given, arrive):
     assert names(named) == arrive
     np.testing.assert_allclose(jax.jit(jax.grad(loss(named)))(THREE), jax.grad(loss(made))(THREE), rtol=1e-6)
     assert "name[" not in str(jax.make_jaxpr(named.apply)(THREE))  # where nothing is differentiated
-
-
-@pytest.mark.parametrize("names", ["wave", ["wave"], ("wave", 1), False])
-def test_saved_names_must_be_a_tuple_of_strings(names):
-    with pytest.raises(TypeError, match=r"Made\.saved_names"):
-        layer(base=Wave, saved_names=names)

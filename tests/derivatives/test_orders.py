@@ -90,11 +90,12 @@ def cosine_once(ctx, dy):
 Once = layer(lambda ctx, x: ctx.save_for_backward(x) or jnp.sin(x), cosine_once, name="Once")
 
 
-OnceOnHost = layer(
-    base=Once,
-    name="OnceOnHost",
-    backward=once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(np.asarray(ctx.saved_tensor()[0]))),
-)
+@once_differentiable
+def cosine_once_on_host(ctx, dy):
+    return np.asarray(dy) * np.cos(np.asarray(ctx.saved_tensor()[0]))
+
+
+OnceOnHost = layer(base=Once, name="OnceOnHost", backward=cosine_once_on_host)
 OnceForward = layer(base=Once, name="OnceForward", forward_mode=True)
 # Its `jvp` may be differentiated.
 OnceWithJvp = layer(base=Once, name="OnceWithJvp", jvp=lambda ctx, t: t * jnp.cos(ctx.saved_tensor()[0]))
