@@ -126,10 +126,3 @@ def test_from_the_shell():
     done = subprocess.run(command, cwd=FILE.parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "✗ gradients" in done.stdout
-
-
-def test_help_says_how_arguments_are_written(capsys):
-    with pytest.raises(SystemExit) as stop:
-        __main__.main(["check", "--help"])
-    assert stop.value.code == 0
-    assert '"f32[8,8]"' in capsys.readouterr().out

@@ -72,10 +72,7 @@ def test_a_reference_is_compared():
 
 # -- how far a property was tested ----------------------------------------------------------------
 
-RULED = jax.custom_vjp(jnp.sin)
-RULED.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
 PICKED = X[0], INDEX, jnp.array(True)
-MAXIMUM = sine(backward=lambda ctx, dy: jnp.maximum(*[Sine.backward(ctx, dy)] * 2))
 
 
 def of_parts(z):
@@ -89,14 +86,10 @@ SAYS = [
     ("vmap", RefusesABatchOfIndices, PICKED[:2], "one index for all"),
     ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "4 devices"),
     ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "Trees"),
-    ("forward mode", RULED, (X,), "custom_vjp"),
-    ("forward mode", SineBothWays, (jnp.ones((50, 10)),), "matches"),
-    ("forward mode", of_parts, (COMPLEX,), "matches"),
     ("forward over reverse", SineBothWays, (X,), "forward over forward"),
     ("forward over reverse", of_parts, (COMPLEX,), "matches"),
     ("forward over reverse", Clips, (X,), "Clips.backward"),
     ("linear", Tanh, (X,), "proved"),
-    ("linear", MAXIMUM, (X,), "'max'"),
     ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "args[0]"),
     ("gradients", Tanh, (X.astype(jnp.bfloat16),), "bfloat16"),
 ]
@@ -105,10 +98,6 @@ SAYS = [
 @pytest.mark.parametrize(("name", "subject", "args", "words"), SAYS, ids=[f"{row[0]}: {row[3]}" for row in SAYS])
 def test_a_property_says_how_far_it_was_tested(name, subject, args, words):
     assert words in check_layer(subject, *args, skip=all_but(name))[name].message
-
-
-def doubled_three_times(x):
-    return jax.lax.scan(lambda carry, _: (2 * carry, None), x, None, length=3)[0]
 
 
 def in_a_shard_map(x):
@@ -138,25 +127,17 @@ BRANCHES = {
     "where": (layer(lambda x: jnp.where(x > 1e9, 0, x), lambda x, dy: dy, plain=True), (X,), "select_n at test_check_"),
     "cond": (lambda x: jax.lax.cond(jnp.sum(x) > 1e9, jnp.sin, Tanh.apply, x), (X,), "cond at test_check_layer.py"),
     "cotangents": (CLIPPED.layer, CLIPPED.args, ""),
-    "a guard": (lambda x: jnp.where(jnp.isfinite(x), Tanh.apply(x), 0), (X,), ""),
     "a tie": (lambda x: jnp.maximum(Tanh.apply(x), 0) + jnp.where(x == 0, 1, x), (X,), ""),
-    "an index": (CASE["SquaredPositives"].layer, CASE["SquaredPositives"].args, ""),
     "concrete values": (OnHost, (X,), ""),
-    # Only 8 times the largest value that the checks try is above 1000.
-    "a loop": (lambda x: jnp.where(doubled_three_times(x) > 1e3, 0, Tanh.apply(x)), (X,), ""),
     "a shard_map": (in_a_shard_map, (X,), "select_n at test_check_layer.py"),
     "abs": (passing(jnp.abs), (POSITIVE,), "abs at test_check_layer.py"),
-    "abs of both signs": (lambda x: jnp.abs(Tanh.apply(x)), (X,), ""),
     "abs of complex": (lambda z: jnp.abs(Square.apply(z)), (COMPLEX,), ""),
     "sign": (passing(lambda x: jnp.sign(x) * x), (POSITIVE,), "sign at test_check_layer.py"),
     "a mask": (passing(lambda x: x * (x > 0).astype(x.dtype)), (POSITIVE,), "convert_element_type at test_check_"),
-    "a mask of positions": (lambda x: Tanh.apply(x) * (jnp.arange(3) < 2).astype(x.dtype), (X,), ""),
     "a maximum": (LargestLast, (POSITIVE,), "reduce_max at test_check_layer.py"),
     "sort": (FirstOfSorted, (POSITIVE,), "sort at test_check_layer.py"),
-    "sort in another order": (lambda x: jnp.sort(Tanh.apply(x)), (X,), ""),
     # Its result is the same for another maximum, and a sum of exponentials is positive.
     "softmax": (softmax, (POSITIVE,), ""),
-    "logsumexp": (lambda x: jax.nn.logsumexp(Tanh.apply(x)), (POSITIVE,), ""),
 }
 
 
@@ -171,15 +152,9 @@ def test_a_branch_that_no_value_takes_is_named_with_its_line(name):
 
 
 def test_an_object_on_a_context_is_no_leak():
-    def forward(ctx, x, holder):
-        ctx.holder = holder
-        return x * holder.w
-
-    keeps_an_object = layer(forward, lambda ctx, dy: dy * ctx.holder.w)
-
-    def apply(x):
-        return keeps_an_object.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))
-
+    forward = lambda ctx, x, holder: (setattr(ctx, "holder", holder), x * holder.w)[1]  # noqa: E731
+    made = layer(forward, lambda ctx, dy: dy * ctx.holder.w)
+    apply = lambda x: made.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))  # noqa: E731
     assert check_layer(apply, X, skip=all_but("leaks")).passed
 
 
@@ -198,9 +173,7 @@ SIGNS = jnp.array([1.0, -1] * 4)
 
 # The layer, its argument, and words of the report about other values.
 OTHER_VALUES = {
-    "both signs": (Tanh, X, "signs"),
     "positive": (Log, jnp.array([1e-3, 2.0]), "random sizes"),
-    "complex": (Square, COMPLEX, "signs"),
     "signs matter": (lambda x: jnp.log(Tanh.apply(x * SIGNS)), SIGNS, "random sizes"),
     "at least one": (lambda x: jnp.arccosh(Multiply.apply(x, x)), jnp.full(9, 1.05), "larger"),
     "sorted": (only_where(lambda x: jnp.all(jnp.diff(x) > 0)), jnp.linspace(-2.0, 3, 9), "signs"),
@@ -336,14 +309,6 @@ def test_the_hint_about_rounding_is_one_that_helps():
     assert rows == ["gradients"]
     assert "rtol=0.03, atol=0.03" in hints
     assert failed(rounds, X, rows=["gradients"], rtol=0.03, atol=0.03)[0] == []
-
-
-def test_a_layer_that_computes_in_a_narrower_dtype_is_measured_in_its_own():
-    def narrow(x):
-        return Tanh.apply(x.astype(jnp.float32)).astype(x.dtype)
-
-    assert failed(narrow, X, rows=["gradients"])[0] == []
-    assert failed(narrow, X, rows=["gradients"], float64=False)[0] == []
 
 
 # -- rows as they are done ------------------------------------------------------------------------

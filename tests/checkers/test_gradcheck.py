@@ -30,11 +30,6 @@ from tests.layers import CASES
 CASE = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("name", ["MixedOutputs", "NoneForMissing", "Trees"])
-def test_right_gradients_are_accepted(name):
-    assert gradgradcheck(CASE[name].layer, CASE[name].args)
-
-
 @pytest.mark.parametrize("name", ["Round", "DoubledTanh", "RouterLoss"])
 def test_a_gradient_that_is_meant_to_be_another_is_that_of_its_reference(name):
     with pytest.raises(AssertionError, match="numerically"):
@@ -60,8 +55,10 @@ def test_an_error_tells_both_values_the_place_and_the_tolerance():
 
     with pytest.raises(AssertionError, match=r"args\[0\]\['w'\] at index \(1, 2\).*1 of 6"):
         gradcheck(wrong, ({"w": X, "scale": jnp.float32(2)},))
-    with pytest.raises(AssertionError, match="-1 times"):
-        gradcheck(WrongSign, (X,))
+    for x, is_said in ((X, True), (X[0, :1], False)):  # a common factor is said of several entries alone
+        with pytest.raises(AssertionError) as error:
+            gradcheck(WrongSign, (x,))
+        assert ("-1 times the right value" in str(error.value)) == is_said
 
 
 def test_one_wrong_entry_of_many_is_named():
@@ -74,28 +71,12 @@ def test_one_wrong_entry_of_many_is_named():
         gradcheck(spread, (x,), limit=20, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("factor", "is_said"), [(-1.0, True), (1.5, True), (1.001, False)])
-def test_a_common_factor_is_said_of_several_entries_alone(factor, is_said):
-    for x in X, X[0, :1]:
-        scales = layer(jnp.sin, lambda x, dy: factor * dy * jnp.cos(x), plain=True)
-        with pytest.raises(AssertionError) as error:
-            gradcheck(scales, (x,))
-        assert ("times the right value" in str(error.value)) == (is_said and x.size > 1)
-
-
 def test_a_reference_that_is_not_finite_is_named():
     swish, args = RIGHT["swish"]
     naive = lambda x: x / (1 + jnp.exp(-x))  # noqa: E731
     with pytest.raises(AssertionError, match=r"nan by the reference \(which is not finite"):
         assert_equivalent(swish, naive, args)
     assert gradgradcheck(swish, args, jax.nn.swish)
-
-
-def test_a_layer_that_computes_in_bfloat16_is_not_that_of_a_reference_in_float32():
-    matmul, args = RIGHT["matmul in bfloat16"]
-    assert gradcheck(matmul, args)
-    with pytest.raises(AssertionError, match="by the reference"):
-        assert_equivalent(matmul, jnp.matmul, args)
 
 
 def test_a_cast_inside_is_named_in_the_row():
@@ -192,11 +173,6 @@ def test_one_warning_lists_the_branches_that_no_value_takes(check):
 
 
 # -- assert_equivalent -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["Trees", "MarkedOutput", "RouterLoss"])
-def test_layers_are_equivalent_to_their_references(name):
-    assert_equivalent(CASE[name].layer, CASE[name].reference, CASE[name].args)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,6 @@ SineAndSquare = layer(without_zeros(sine_and_square), both)  # right
 DropsNone = layer(
     base=SineAndSquare, backward=lambda ctx, ds, dq: (None,) if ds is None or dq is None else both(ctx, ds, dq)
 )
-BreaksOnNone = layer(base=SineAndSquare, backward=lambda ctx, ds, dq: ds * jnp.cos(saved(ctx)) + dq * 2 * saved(ctx))
 DropsOneOfThree = layer(without_zeros(lambda x: (x, 2 * x, 3 * x)), one_of_three_dropped)
 DropsAnArgument = layer(base=Multiply, backward=none_unless_all)
 # Gives a gradient only if each output has a cotangent that is not zero.
@@ -180,11 +179,11 @@ def within(file):
     return any(f"/{file}.py" in frame.f_code.co_filename for frame, _ in frames)
 
 
-def wrong_within(file, but_not="nothing"):
+def wrong_within(file):
     """Return a layer whose gradient is wrong if a function of JAX in `file` runs `forward`."""
 
     def forward(ctx, x):
-        ctx.factor = 1.1 if within(file) and not within(but_not) else 1.0
+        ctx.factor = 1.1 if within(file) else 1.0
         return Sine.forward(ctx, x)
 
     return sine(forward=forward, backward=lambda ctx, dy: ctx.factor * slope(ctx, dy))
@@ -192,16 +191,6 @@ def wrong_within(file, but_not="nothing"):
 
 def in_front(x, axis):
     return x if axis is None else jnp.moveaxis(x, axis, 0)
-
-
-def shares_the_second(info, in_dims, a, b):
-    """Return a product that is wrong if `jax.vmap` batches only the second argument."""
-    if in_dims == (None, 0):
-        return jnp.stack([a * b[0]] * info.batch_size), 0
-    return in_front(a, in_dims[0]) * in_front(b, in_dims[1]), 0
-
-
-SharesTheSecond = layer(base=Multiply, vmap=shares_the_second)
 
 
 @jax.custom_batching.custom_vmap
@@ -413,7 +402,6 @@ WRONG = {
     "clipped": Wrong(ClippedCotangent, (X,), ("linear",), jnp.sin),
     "every cotangent": Wrong(NeedsEveryCotangent, (X,), ("linear",), lambda x: (x, 2 * x)),
     "dropped None": Wrong(DropsNone, (X,), ("cotangents",), sine_and_square),
-    "breaks on None": Wrong(BreaksOnNone, (X,), ("cotangents",)),
     "one of three": Wrong(DropsOneOfThree, (X,), ("cotangents",), lambda x: (x, 2 * x, 3 * x)),
     "dropped argument": Wrong(DropsAnArgument, (X, X), ("arguments",), jnp.multiply),
     "not differentiated": Wrong(sine(forward=other_where_not_differentiated), (X,), ("eager",)),
@@ -427,15 +415,11 @@ WRONG = {
     "host code": Wrong(OnHost, (X,), ("jit", "vmap", "remat", "shard_map")),
     "remat": Wrong(wrong_within("ad_checkpoint"), (X,), ("remat",)),
     "shard_map": Wrong(wrong_within("shard_map"), (X,), ("shard_map",)),
-    "eager shard_map": Wrong(wrong_within("shard_map", "pjit"), (X,), ("shard_map",)),
     "vmap": Wrong(sine(vmap=lambda info, in_dims, x: (jnp.cos(x), in_dims[0])), (X,), ("vmap",)),
-    "axis of the batch": Wrong(sine(vmap=lambda info, in_dims, x: (jnp.sin(x), 0)), (X[0],), ("vmap",)),
-    "second argument mapped": Wrong(SharesTheSecond, (X, X), ("vmap",)),
     "sum over the batch": Wrong(SumsOverTheBatch, (X,), ("vmap",)),
     "index mapped": Wrong(SharesTheIndex, (X[0], INDEX), ("vmap",)),
     # In forward mode.
     "tangent": Wrong(tangent(jnp.negative), (X,), ("forward mode",)),
-    "tangent at one index": Wrong(tangent(lambda t: t.at[1, 2].multiply(1.01)), (X,), ("forward mode",)),
     "tangent under jit": Wrong(doubled_by("Tracer"), (X,), ("forward mode",)),
     "tangent of vmap": Wrong(doubled_by("BatchTracer"), (X,), ("forward mode",)),
     "tangent of one argument": Wrong(ForgetsAMissingTangent, (X, 2 * X), ("forward mode",)),
@@ -456,14 +440,9 @@ RIGHT = {
     "two outputs": (SineAndSquare, (X,)),
     "both modes": (SineBothWays, (X,)),
     "bfloat16": (Tanh, (X.astype(jnp.bfloat16),)),
-    "bfloat16 and float32": (lambda x, w: Multiply.apply(x, w.astype(x.dtype)), (X.astype(jnp.bfloat16), X)),
-    "softmax in float16": (lambda x: jax.nn.softmax(Tanh.apply(x)), (X.astype(jnp.float16),)),
-    "large": (Multiply, (X * 1e6, X * 1e6)),
     "large and small": (Multiply, (X * 1e6, X * 1e-9)),
-    "large sum": (lambda x: Tanh.apply(x) + 1e6, (X,)),
     "small": (Tanh, (X * 1e-9,)),
     "small scale": (lambda x: Tanh.apply(x * 1e9), (X * 1e-9,)),
-    "small shift": (lambda x: Tanh.apply(x + 1), (X * 1e-9,)),
     "cancels": (lambda x: jax.nn.softmax(Tanh.apply(x)).sum(-1), (X,)),
     "centred": (lambda x: Tanh.apply(x - x.mean()), (jnp.full(4, 0.3),)),
     "one of each": (lambda x, index, flag, key: Picks.apply(x, index, flag, key) * 3, (X[0], INDEX, True, KEY)),
@@ -474,10 +453,8 @@ RIGHT = {
     "branches": (Softplus, (X,)),
     "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
     "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
-    "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
     "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
     "RMSNorm in float32": (rule(rms_norm, rms_norm_gradient)[0], (X,)),
-    "RMSNorm in float32, of bfloat16": (rule(rms_norm, rms_norm_gradient)[0], (X.astype(jnp.bfloat16),)),
     "a function of a norm in float32": (lambda x: jnp.sin(rule(rms_norm, rms_norm_gradient)[0].apply(x)), (X,)),
     "cross entropy in float32": (
         rule(
@@ -488,6 +465,5 @@ RIGHT = {
     ),
     "matmul in bfloat16": (rule(narrow_matmul, narrow_matmul_gradient)[0], (X, X.T)),
     "swish": (rule(jax.nn.swish, lambda x, dy: sigmoid_gradient(x, x * dy) + dy * jax.nn.sigmoid(x))[0], (X,)),
-    "1,000 entries": (rule(jnp.sin, wrong_at(500, 1.0))[0], (MANY,)),
     "devices": (sharded(lambda x: jax.lax.psum(whole(x), "i")), (jnp.arange(8.0) / 8,)),
 }

@@ -270,15 +270,3 @@ def test_output_without_a_tensor_is_an_error():
         for run in (lambda f: f, jax.jit, jax.grad):
             with pytest.raises(ValueError, match=r"Made\.forward.*tensor"):
                 run(lambda x, r=result: made.apply(x, r))(1.0)
-
-
-def test_shared_output_under_vmap_counts_once():
-    # The second output reaches only the input that is not mapped.
-    made = layer(lambda x, w: (x * w, 2 * w), lambda x, w, a, b: (a * w, a * x + 2 * b), plain=True)
-
-    def total(of_one):
-        return lambda w: sum(v.sum() for v in jax.vmap(of_one, in_axes=(0, None))(X, w))
-
-    ours, plain = total(made.apply), total(lambda x, w: (x * w, 2 * w))
-    for order in (jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(jax.grad(lambda w: f(w) ** 2))):
-        np.testing.assert_allclose(order(ours)(3.0), jax.jit(order(plain))(3.0), rtol=1e-6)

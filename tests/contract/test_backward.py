@@ -56,10 +56,11 @@ def test_other_dtypes_are_cast_and_other_shapes_summed(mode, shape, given, array
     np.testing.assert_array_equal(gradient, expected.reshape(shape), strict=True)
 
 
-# Shapes of inputs and of gradients that torch refuses. They differ in axes of length 1 only.
+# Shapes of inputs and of gradients that torch refuses. Most differ in axes of length 1 only.
 MISSHAPEN = [
     ((1,), ()), ((3,), (3, 1)), ((3,), (1, 3, 1)), ((1, 1), ()), ((3, 1), (3,)), ((3, 1), (1, 3)), ((1, 3), (3, 1)),
-    ((1, 3), (3,)), ((2, 3), (2, 1, 3)), ((2, 1, 3), (2, 3)), ((0, 1), (1, 0)),
+    ((1, 3), (3,)), ((2, 3), (2, 1, 3)), ((2, 1, 3), (2, 3)), ((0, 1), (1, 0)), ((3,), ()),
+    ((3,), (1,)), ((3,), (2,)), ((3,), (3, 4)), ((3,), (3, 1, 2)),
 ]  # fmt: skip
 
 
@@ -78,10 +79,6 @@ def yields(dy):
 
 NO_ARRAY = r"Made\.backward(?s:.*)args\[0\]"
 REFUSED = {
-    **{
-        f"shape {shape}": (lambda dy, s=shape: jnp.ones(s), rf"args\[0\](?s:.*)\(3,\).*\({str(shape)[1:-1]}\)")
-        for shape in [(), (1,), (2,), (3, 4), (3, 1, 2)]
-    },
     **{str(value): (lambda dy, value=value: value, NO_ARRAY) for value in [1, 2.5, "text", [], [1.0], {"a": 1}]},
     "key": (lambda dy: jax.random.key(0), NO_ARRAY),
     "list of one, as in Paddle and torch": (lambda dy: [dy], NO_ARRAY),
@@ -254,16 +251,3 @@ def test_an_array_or_a_box_as_the_gradient_of_either(mode, give):
         assert jax.tree.structure(dw) == jax.tree.structure(w)
         np.testing.assert_allclose(dx, 2 * X)
         np.testing.assert_allclose(jax.tree.leaves(dw)[0], X)
-
-
-def test_a_box_of_the_wrong_shape_is_refused():
-    total = lambda w: multiply(lambda g: Box(jnp.ones(2))).apply(X, w).sum()  # noqa: E731
-    for w in (2 * X, Box(2 * X)):
-        with pytest.raises(ValueError, match=r"Made\.backward.*w.*\(3,\).*\(2,\)"):
-            jax.grad(total)(w)
-
-
-def test_a_box_as_a_tangent_or_among_what_is_saved():
-    assert jax.jvp(layer(jvp=lambda ctx, dx: Box(2 * dx)).apply, (X,), (X,))[1].tolist() == (2 * X).tolist()
-    with pytest.raises(TypeError, match="Box"):
-        layer(lambda ctx, x, w: ctx.save_for_backward(w), base=Function).apply(X, Box(X))

@@ -68,6 +68,8 @@ def test_members_of_another_class(base, old, new):
         ("complex_convention", "torch", "paddle"),
         ("forward_mode", "yes", "True"),
         ("saved_names", "y", "tuple"),
+        ("saved_names", ["y"], "tuple"),
+        ("saved_names", ("y", 1), "tuple"),
         ("Host", True, "host"),
         ("hst", "forward", "host"),
         ("host_vamp", "broadcast", "host_vmap"),
@@ -201,20 +203,6 @@ def test_apply_is_one_object_with_the_signature_of_forward_but_the_context(made)
     assert made().apply is made.apply is made.apply
     assert made.apply.__self__ is made
     assert made.apply not in [other.apply for other in SIGNATURES if other is not made]
-
-
-def test_a_method_that_is_an_object():
-    made = layer(Multiplied(3.0), Multiplied(5.0))
-    np.testing.assert_allclose(jax.jit(made.apply)(X), 6 * X)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss(made)))(X), [10, 10])
-    with pytest.raises(TypeError, match=r"Made.apply: .*\(x, by=2\)"):
-        made.apply(X, 1, 2)
-
-
-def test_annotations_stay():
-    signature = inspect.signature(Scaled.apply, eval_str=True)
-    assert [p.annotation for p in signature.parameters.values()] == [jax.Array, float, str]
-    assert signature.return_annotation is jax.Array
 
 
 def test_the_docstring_is_that_of_forward():

@@ -211,23 +211,27 @@ def rows_of(*figures):
     return ProgramComparison([dataclasses.replace(row, **dict(zip(names, f, strict=True))) for f in figures])
 
 
-def test_of_equal_errors_the_row_with_the_fewest_operations():
-    found = rows_of(
-        ("nan", 1, math.nan, 1.0), ("slow", 5, 0.0, 200.0), ("fast", 7, 9e-6, 100.0), ("rounds", 1, 0.1, 50.0)
-    )
-    assert found.within(9).name == "fast"
-    assert found.within(6.5).name == "slow"
-    assert found.within(1).name == "rounds"
-    assert rows_of(("first", 5, 0.0, None), ("second", 5, 0.0, None)).within(5).name == "first"
+SLOW, FAST, ROUNDS = ("slow", 5, 0.0, 200.0), ("fast", 7, 9e-6, 100.0), ("rounds", 1, 0.1, 50.0)
+PLAIN, NAN = ("plain", 5, 0.0, 9.0), ("nan", 1, math.nan, 1.0)
+# Rows, a limit, and the name of the row that is chosen.
+CHOSEN = [
+    ((NAN, SLOW, FAST, ROUNDS), 9, "fast"),  # of equal errors the one with the fewest operations
+    ((NAN, SLOW, FAST, ROUNDS), 6.5, "slow"),
+    ((NAN, SLOW, FAST, ROUNDS), 1, "rounds"),
+    ((("first", 5, 0.0, None), ("second", 5, 0.0, None)), 5, "first"),
+    ((PLAIN, NAN), 5, "plain"),
+    ((("plain", 5, math.nan, 9.0), NAN), 1, "nan"),  # where plain has one too, a NaN is no error of the others
+]
 
 
-def test_a_gradient_of_nan_is_not_chosen():
-    found = rows_of(("plain", 5, 0.0, 9.0), ("rounds", 1, math.nan, 1.0))
-    assert found.within(5).name == "plain"
-    with pytest.raises(ValueError, match=r"plain takes least, 5.00 B: 4.00 B more.*rounds has a NaN"):
-        found.within(1)
-    # Where plain has one too, a NaN is no error of the other programs.
-    assert rows_of(("plain", 5, math.nan, 9.0), ("rounds", 1, math.nan, 1.0)).within(1).name == "rounds"
+@pytest.mark.parametrize(("figures", "limit", "name"), CHOSEN)
+def test_the_row_that_is_chosen(figures, limit, name):
+    assert rows_of(*figures).within(limit).name == name
+
+
+def test_a_gradient_of_nan_is_named_and_not_chosen():
+    with pytest.raises(ValueError, match=r"plain takes least, 5.00 B: 4.00 B more.*nan has a NaN"):
+        rows_of(PLAIN, NAN).within(1)
 
 
 def test_shapes_are_chosen_in_their_order():

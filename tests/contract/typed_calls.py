@@ -19,7 +19,7 @@ from pylayer_jax import (
     saved_tensors_hooks,
     saved_tensors_report,
 )
-from pylayer_jax.packers import cast_saved, save_on_cpu
+from pylayer_jax.packers import cast_saved
 
 x = jnp.ones(3)
 
@@ -44,12 +44,6 @@ class Untyped(PyLayer):
         return dy
 
 
-class OwnBackward(Typed):
-    @staticmethod
-    def backward(ctx: PyLayerContext, dy: jax.Array) -> jax.Array:
-        return 2 * dy
-
-
 class OfClass(PyLayer):
     @classmethod
     def forward(cls, ctx: PyLayerContext, x: jax.Array) -> jax.Array:
@@ -62,18 +56,12 @@ class Variadic(PyLayer):
         return xs[0]
 
 
-class Unfinished(PyLayer):
-    pass
-
-
 assert_type(Typed.apply(x), tuple[jax.Array, int])
 assert_type(Typed.apply(x, 2.0, mode="other"), tuple[jax.Array, int])
 assert_type(Typed().apply(x=x, scale=2), tuple[jax.Array, int])
-assert_type(OwnBackward.apply(x), tuple[jax.Array, int])
 assert_type(OfClass.apply(x), jax.Array)
 assert_type(Variadic.apply(x, x, rows=3), jax.Array)
 assert_type(Untyped.apply(x, axis=1), str)
-assert_type(Unfinished.apply(x, anything=3), Any)
 jax.jit(Typed.apply)(x)
 jax.grad(OfClass.apply)(x)
 
@@ -82,12 +70,9 @@ Typed.apply(x, 1.0, "other")  # error: reportCallIssue
 Typed.apply(x, size=2)  # error: reportCallIssue
 Typed.apply("x")  # error: reportArgumentType
 Typed.apply(x, scale="2")  # error: reportArgumentType
-Typed().apply(x, size=2)  # error: reportCallIssue
-OwnBackward.apply(x, size=2)  # error: reportCallIssue
 OfClass.apply(y=x)  # error: reportCallIssue
 Variadic.apply(x, rows="3")  # error: reportArgumentType
 Untyped.apply(x, axes=1)  # error: reportCallIssue
-Untyped.apply()  # error: reportCallIssue
 
 
 def of_any_layer(layer: type[PyLayer]) -> Any:
@@ -139,21 +124,13 @@ def shifted(x: jax.Array) -> tuple[jax.Array, str]:
     return x, "text"
 
 
-class Model:
-    @save_on_cpu()
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x
-
-
 assert_type(loss(x, power=3), jax.Array)
 assert_type(shifted(x), tuple[jax.Array, str])
-assert_type(Model()(x), jax.Array)
 with cast_saved() as packer:
     assert_type(packer, cast_saved)
 loss(x, exponent=3)  # error: reportCallIssue
 loss("x")  # error: reportArgumentType
 shifted()  # error: reportCallIssue
-Model()(x, x)  # error: reportCallIssue
 cast_saved(type=jnp.float16)  # error: reportCallIssue
 saved_tensors_hooks(len)  # error: reportCallIssue
 
@@ -163,7 +140,6 @@ saved_tensors_hooks(len)  # error: reportCallIssue
 assert_type(saved_tensors_report(loss, x).total_bytes, int)
 comparison = compare_programs({"plain": loss, 8: cast_saved()(loss)}, x, rounds=3)
 assert_type(comparison.rows[0].held_bytes, int)
-assert_type(comparison.rows[0].operations, float | None)
 assert_type(compare_programs(loss, x).within("2 GiB").peak_bytes, int | None)
 compare_programs([loss], x)  # error: reportArgumentType
 comparison.within(None)  # error: reportArgumentType

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer
-from tests.kit.layers import ForwardTanh, Square, layer, loss, text_of
+from tests.kit.layers import ForwardTanh, Square, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FORWARD, assert_same, pushed, scalar
 
@@ -68,49 +67,22 @@ def test_a_backward_that_applies_its_own_layer(around):
     np.testing.assert_allclose(third(ours)(0.5), third(plain)(0.5), rtol=1e-4)
 
 
-def test_under_shard_map():
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("i")
-    x = jnp.arange(8.0) / 8
-    for run in (lambda f: f, jax.jit):
-        ours = run(jax.shard_map(ForwardTanh.apply, mesh=mesh, in_specs=spec, out_specs=spec))
-        np.testing.assert_allclose(jax.jvp(ours, (x,), (x,)), jax.jvp(jnp.tanh, (x,), (x,)), rtol=1e-5)
-
-
-@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
-@EAGER_AND_JIT
-def test_no_hidden_gradient_of_what_forward_closes_over(derivative, mode):
-    def outer(scale):
-        return layer(lambda ctx, x: x * scale, forward_mode=True).apply(X).sum()
-
-    with pytest.raises(Exception, match=r"(?is)Made.*as an argument"):
-        mode(derivative(outer))(2.0)
-    assert mode(jax.vmap(outer))(jnp.array([1.0, 2.0])).tolist() == [float(X.sum()), 2 * float(X.sum())]
-
-
 # -- a layer's own `jvp` ---------------------------------------------------------------------------
 
 
-class OwnMap(PyLayer):
-    """Layer whose `jvp` is not the transpose of its `backward`, so that the result shows which of them ran."""
+def tangents_of_product(ctx, dx, dn, dy):
+    x, n, y = ctx.saved_tensor()
+    assert (n, dn) == (3, None)
+    return dx * y + dy * x, None, dx * jnp.cos(x)
 
-    @staticmethod
-    def forward(ctx, x, n, y):
-        ctx.save_for_backward(x, y)
-        ctx.n = n
-        return x * y, n, jnp.sin(x)
 
-    @staticmethod
-    def backward(ctx, dxy, dsin):
-        x, y = ctx.saved_tensor()
-        return 10 * dxy * y + dsin * jnp.cos(x), 10 * dxy * x
-
-    @staticmethod
-    def jvp(ctx, dx, dn, dy):
-        assert dn is None
-        x, y = ctx.saved_tensor()
-        assert ctx.n == 3
-        return dx * y + dy * x, None, dx * jnp.cos(x)
+# Its `jvp` is not the transpose of its `backward`, so that the result shows which of them ran.
+OwnMap = layer(
+    lambda x, n, y: (x * y, n, jnp.sin(x)),
+    lambda x, n, y, dxy, dsin: (10 * dxy * y + dsin * jnp.cos(x), 10 * dxy * x),
+    plain=True,
+    jvp=tangents_of_product,
+)
 
 
 def own(x, y):
@@ -214,34 +186,6 @@ def test_none_and_other_dtypes_from_jvp():
     assert zero.tolist() == marked.tolist() == [0, 0]
     assert low.dtype == jnp.bfloat16
     assert number.tolist() == (X * 4).tolist()
-
-
-def test_an_error_in_jvp_says_where():
-    class Made(PyLayer):
-        forward = staticmethod(outputs)
-        jvp = staticmethod(lambda ctx, dx: {}["key"])
-
-    with pytest.raises(KeyError) as caught:
-        jax.jvp(lambda x: Made.apply(x)[0], (X,), (X,))
-    assert "Made.jvp" in text_of(caught.value)
-    with pytest.raises(NotImplementedError, match=r"Made\.backward"):
-        jax.grad(lambda x: Made.apply(x)[0].sum())(X)
-
-
-def test_forward_mode_of_a_function_that_saves_for_forward():
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.save_for_forward(3 * x**2)
-        return x**3
-
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return 3 * dy * x**2
-
-    cube = layer(forward, backward, Function, jvp=lambda ctx, dx: ctx.saved_tensors[0] * dx).apply
-    for first in (jax.jacfwd, jax.jacrev):
-        assert_same(first(cube)(X), jnp.diag(3 * X**2))
-        assert_same(jax.jit(jax.jacfwd(first(lambda x: cube(x).sum())))(X), jnp.diag(6 * X))
 
 
 # -- `jax.linear_transpose` -----------------------------------------------------------------------

@@ -218,33 +218,17 @@ def test_refusals():
             run()
 
 
-def stash(ctx, gradient, x):
-    ctx.gradient = gradient
-    ctx.save_for_backward(jnp.cos(x))
-    return jnp.sin(x)
-
-
-def leave_gradient(ctx, dy):
-    ctx.gradient[...] = dy
-    return dy * ctx.saved_tensor()[0]
-
-
-# Leaves the gradient that passes it in a Ref.
-Stash = layer(stash, leave_gradient, name="Stash")
-
-
 def test_a_second_derivative_that_the_class_forbids_is_its_own_error():
-    once = layer(stash, once_differentiable(leave_gradient))
-    norm = jax.new_ref(jnp.float32(0))
+    once = layer(base=Scaled, backward=once_differentiable(Scaled.backward))
+    scale = jax.new_ref(jnp.float32(2.0))
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        jax.grad(jax.grad(lambda x: once.apply(norm, x) ** 2))(jnp.float32(2.0))
+        jax.grad(jax.grad(lambda x: once.apply(scale, x)))(jnp.float32(1.5))
 
 
 def test_the_checkers_and_the_report_take_a_ref():
-    ref = jax.new_ref(jnp.zeros(3))
-    x = jnp.linspace(0.1, 0.7, 3)
-    report = saved_tensors_report(lambda x: Stash.apply(ref, x), x)
-    assert report.total_bytes == 12
-    gradcheck(lambda x: Stash.apply(ref, x), (x,))
+    state, x = counts(), jnp.linspace(0.1, 0.7, 3)
+    report = saved_tensors_report(lambda x: Counts.apply(jnp.sin(x), state), x)
+    assert report.total_bytes == 24  # the cosine and the sine
+    gradcheck(lambda x: Counts.apply(x, state), (x,))
     with pytest.raises(TypeError, match=r"jax\.Ref"):
-        check_layer(Stash, ref, x)
+        check_layer(Counts, x, state)

@@ -6,6 +6,6 @@ second order under ordinary differentiation.
 
 from tests.kit.case import CASES
 
-from . import after_paddle, after_torch, features  # noqa: F401
+from . import after_paddle, features  # noqa: F401
 
 __all__ = ["CASES"]

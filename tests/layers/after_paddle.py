@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.kit import names
-from tests.kit.case import W, X, after, case, grid, once, ruled, stop
+from tests.kit.case import W, X, after, case, once, ruled
 from tests.kit.oracle import Table
 
 
@@ -31,22 +31,6 @@ def layers(xp):
         def backward(ctx, dy):
             (inputs,) = ctx.saved_tensor()
             return (xp.pull(ctx.run_function, inputs, dy)[1],)
-
-    class MoEScatter(xp.PyLayer):
-        """P9, on one device. If an index is repeated, backward keeps only the last of its rows."""
-
-        @staticmethod
-        def forward(ctx, inp, pos, local_count, global_count, fwd_batch, world_size, group=None):
-            ctx.moe_args = inp.shape[0], world_size, group
-            ctx.save_for_backward(pos, local_count, global_count)
-            return inp[pos]
-
-        @staticmethod
-        def backward(ctx, dy):
-            pos, _, _ = ctx.saved_tensor()
-            rows, _, _ = ctx.moe_args
-            zeros = xp.zeros([rows, *dy.shape[1:]], dtype=dy.dtype)
-            return xp.put(zeros, pos, dy), None, None, None
 
     class RouterLoss(xp.PyLayer):
         """P19: the gradient of the loss does not depend on the cotangent."""
@@ -74,18 +58,6 @@ def layers(xp):
             (lambda_,) = ctx.saved_tensor()
             return xp.clip(-lambda_ * dy, -0.5, 0.5)
 
-    class Reversal(xp.PyLayer):
-        """P29: saves a float as a tensor; returns one gradient per argument, as in torch; Paddle expects one fewer."""
-
-        @staticmethod
-        def forward(ctx, x, lambda_):
-            ctx.save_for_backward(xp.asarray(lambda_, x.dtype))
-            return xp.copy(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return -ctx.saved_tensor()[0] * dy, None
-
     return SimpleNamespace(**locals())
 
 
@@ -93,17 +65,6 @@ ported = names.text(layers, names.JAX)
 
 
 # -- references: each is a case of the registry ---------------------------------------------------------
-
-REPEATED, COUNTS = jnp.array([1, 1, 2]), jnp.array([3])
-
-MoEScatter = case(
-    ruled(lambda x: x[REPEATED], lambda x, g: (jnp.zeros_like(x[0]).at[REPEATED[1:]].set(g[1:]),)),
-    grid(4, 2),
-    linear_loss=True,
-    call=lambda x: MoEScatter.apply(x, REPEATED, COUNTS, COUNTS, fwd_batch=3, world_size=1),
-    forward_over_reverse=r"MoEScatter\.backward",
-)(after(ported.MoEScatter, __name__))
-
 
 RouterLoss = case(
     ruled(lambda x, loss: x, lambda r, g: (g, once(0.25, g))),
@@ -124,11 +85,6 @@ ClippedReversal = case(
 )(after(ported.ClippedReversal, __name__))
 
 
-Reversal = case(lambda x: -0.3 * x + stop(1.3 * x), X, call=lambda x: Reversal.apply(x, 0.3))(
-    after(ported.Reversal, __name__)
-)
-
-
 def _block(x, w):
     return jnp.tanh(x @ w) * x
 
@@ -142,20 +98,13 @@ Recompute = case(_block, X, W, call=lambda x, w: Recompute.apply(_block, True, (
 
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)
-LOSS, THREE = np.array(0.7, np.float32), np.array([3], np.int32)
+LOSS = np.array(0.7, np.float32)
 
 # Paddle has no second derivative, since what backward differentiates is detached.
 port("Recompute", X, W, call=lambda m, x, w: m.Recompute.apply(lambda x, w: (x @ w) ** 3 * x, True, (x, w)), plain=True)
-for positions, size in (([3, 0, 2], 3), ([1, 1, 2], 3), ([], 0)):  # of two equal positions the last one counts
-    call = lambda m, *args: m.MoEScatter.apply(*args, world_size=1)  # noqa: E731
-    port("MoEScatter", grid(4, 2), np.array(positions, np.int32), THREE, THREE, size, call=call, label=str(positions))
 for delayed in (False, True):
     call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))
 port("ClippedReversal", X, call=lambda m, x: m.ClippedReversal.apply(x, lambda_=2))
 port("ClippedReversal", X, label="default")
 port("ClippedReversal", X, np.array(0.3, np.float32), wrt=(0,), label="tensor")
-
-# Backward has the slots of torch, one too many for Paddle.
-differ = {"orders": 1, "summed": True}
-port("Reversal", X, 0.3, theirs=ValueError, ours=[-0.3], **differ)

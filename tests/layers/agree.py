@@ -9,12 +9,6 @@ from tests.kit.oracle import Table, X, Y, Z
 SHARED = Table()
 
 
-@SHARED.add(label="constant", used=(1,))
-def no_output_used(of):
-    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
-    return lambda x: (layer.apply(x), x * 3)
-
-
 def integer(of, x):
     return of.cast(x * 10, "int32")
 
@@ -75,18 +69,6 @@ def product(of):
         return dy * b, dy * a
 
     return of.layer(of.saving(lambda a, b: a * b), backward)
-
-
-@SHARED.add(orders=0)
-def jacobian(of):
-    layer = product(of)
-    return of.jacobian(lambda x: layer.apply(x, of.sin(x)))
-
-
-@SHARED.add(orders=0)
-def hessian(of):
-    layer = product(of)
-    return of.hessian(lambda x: layer.apply(x, of.sin(x)).sum())
 
 
 @SHARED.add(X, Y)
@@ -262,22 +244,6 @@ def read_twice(of):
     return of.layer(of.saving(lambda a, b: a * b), backward).apply
 
 
-def keeps_an_attribute(of):
-    def forward(ctx, x):
-        ctx.x = x
-        return of.sin(x)
-
-    return of.layer(forward, lambda ctx, dy: dy * ctx.x).apply
-
-
-def saves_integers(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(integer(of, x))
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * of.cast(of.saved(ctx)[0], "float32")).apply
-
-
 def layer_inside(of):
     inner = product(of)
     forward = of.saving(lambda x: inner.apply(x, x) * 1)
@@ -291,8 +257,6 @@ for name, args, theirs, ours, run in (
     ("saved input", (X, Y), (2, 2), (2, 2), lambda of: product(of).apply),
     ("saved output", (X,), (1, 1), (1, 1), lambda of: doubled_tanh(of).apply),
     ("not asked for", (X,), (1, 0), (1, 0), lambda of: of.layer(of.saving(of.sin), lambda ctx, dy: dy * 3).apply),
-    ("attribute", (X,), (0, 0), (0, 0), keeps_an_attribute),
-    ("integers", (X,), (1, 1), (1, 1), saves_integers),
     # An operation packs a tensor once here, and once per use there; if it is read twice, it is unpacked once here.
     ("square", (X,), (2, 2), (1, 1), lambda of: lambda x: x * x),
     ("two operations", (X, Y), (4, 4), (4, 4), lambda of: lambda x, y: (x * y, y * x)),

@@ -55,16 +55,6 @@ def second_call_of_mark_non_differentiable(of):
     return lambda x: (*layer.apply(x), x)
 
 
-@DIFFERENCES.differ(theirs=[7], ours=RuntimeError, match="save_for_backward")
-def saving_twice(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.save_for_backward(x * 0, x * 0 + 7)
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * of.saved(ctx)[1]).apply
-
-
 # The numbers of the notebook about porting: of x times the cube of x, whose second derivative at 2 is 48.
 for dialect in ("layer", "function"):
 

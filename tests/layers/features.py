@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax import Function, PyLayer
-from tests.kit.case import R3, W, X, case, grid, stop, straight_through
+from pylayer_jax import PyLayer
+from tests.kit.case import W, X, case, stop, straight_through
 from tests.kit.layers import Tanh, layer
 
 saving = functools.partial(layer, plain=True, __module__=__name__)
@@ -60,19 +60,6 @@ class SquaredPositives(PyLayer):
         return jnp.zeros(x.size, x.dtype).at[index].add(2 * jnp.ravel(x)[index] * dy).reshape(x.shape)
 
 
-@case(lambda x, w: jnp.sin(x) * w, X, R3)
-class ScaledSine(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return jnp.sin(x) * w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return dy * jnp.cos(x) * w, dy * jnp.sin(x)
-
-
 # -- what is passed and kept ----------------------------------------------------------------------
 
 
@@ -95,21 +82,6 @@ class FreshStatics(PyLayer):
         assert none is None
         assert nan != nan
         return dy * ctx.derivative(x) * 3, None, None, None
-
-
-VariableArguments = case(
-    lambda a, b, c: a * b * c + b,
-    0.3,
-    0.7,
-    -1.2,
-    call=lambda a, b, c: VariableArguments.apply(a, 5, b, "text", c),
-)(
-    saving(
-        lambda a, _, b, text, c: a * b * c + b,
-        lambda a, _, b, text, c, dy: (dy * b * c, None, dy * (a * c + 1), None, dy * a * b),
-        name="VariableArguments",
-    )
-)
 
 
 @case(
@@ -147,20 +119,6 @@ class AskedLinear(PyLayer):
         return dy @ w.T if asked[0] else None, x.T @ dy if asked[1] else None, None
 
 
-@case(lambda x, i: x[i] * 2, grid(4, 2), jnp.array([2, 0, 2]))
-class Gather(PyLayer):
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        ctx.rows = x.shape[0]
-        return x[index] * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        (index,) = ctx.saved_tensor()
-        return jnp.zeros((ctx.rows, *dy.shape[1:]), dy.dtype).at[index].add(2 * dy), "an index has no gradient"
-
-
 # -- what is returned -----------------------------------------------------------------------------
 
 
@@ -175,26 +133,6 @@ class MixedOutputs(PyLayer):
     def backward(ctx, ds, dq):
         (x,) = ctx.saved_tensor()
         return ds * jnp.cos(x) + dq * 2 * x
-
-
-@case(lambda x: jnp.sin(x) * 3, X, call=lambda x: InTorchsStyle.apply(x, 3.0)[1])
-class InTorchsStyle(Function):
-    @staticmethod
-    def forward(x, gain):
-        return "text", jnp.sin(x) * gain
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.gain = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx, dtext, dy):
-        assert dtext is None
-        return dy * jnp.cos(ctx.saved_tensors[0]) * ctx.gain, None, None
-
-
-OneTuple = case(lambda x: (x * 3,), X)(saving(lambda x: (x * 3,), lambda x, dy: (dy * 3,), name="OneTuple"))
 
 
 @case(lambda x: jnp.sin(x), X, call=lambda x: NoneForMissing.apply(x)[1])
@@ -224,18 +162,6 @@ class MarkedOutput(PyLayer):
     def backward(ctx, dy, dmarked, dplaces):
         assert dplaces.dtype == jnp.int32
         return dy * 3 * ctx.saved_tensors[0] ** 2 + dmarked
-
-
-@case(lambda x: stop(x) + 3 * (x - stop(x)), X)
-class InputReturned(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_not_inplace(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 3 * dy
 
 
 def _complex(f: Callable[[Any], Any]) -> Callable[..., Any]:

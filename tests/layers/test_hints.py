@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,6 @@ import pytest
 
 from pylayer_jax._messages import _IN_JAX
 from tests.kit.layers import layer, text_of
-
-pytestmark = pytest.mark.frameworks
 
 NUMBERS = np.random.default_rng(0)
 # The variables in the texts. A name has another value where its function needs one.
@@ -66,6 +66,7 @@ def test_each_hint_is_run_or_in_words():
     assert {name for name in _IN_JAX if not list(pairs_of(name))} == set(WORDS.split())
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize(
     ("name", "ours", "theirs"),
     [pytest.param(name, *pair, id=f"{name}-{pair[1]}") for name in _IN_JAX for pair in pairs_of(name)],
@@ -90,7 +91,8 @@ def test_the_text_of_a_hint_gives_what_torch_gives(name, ours, theirs, framework
 
 
 NAMES = "split ge lt eq logsumexp unbind roll flip tril"
-CALLS = {
+# A method that uses its array as in torch, by a name of the hints, or with what the error says about no name of them.
+USES = {
     "view": lambda x: x.view(-1),
     "view of a shape": lambda x: x.view(2, 2),
     "flatten": lambda x: x.flatten(1),
@@ -102,14 +104,26 @@ CALLS = {
     "tensor": lambda x: jnp.tensor([1.0]),
     "no_grad": lambda x: jax.no_grad(),
 }
+ADVICE = {
+    "x.shape[0]": lambda x: x.size(0),
+    "jax.lax.stop_gradient(": lambda x: x.data,
+    "ctx.needs_input_grad": lambda x: x.requires_grad,
+    "in place": lambda x: x.add_(1),
+    "x.at[": lambda x: operator.setitem(x, 0, 1.0),
+    "axis": lambda x: x.sum(dim=1),
+    "keepdims": lambda x: x.mean(axis=1, keepdim=True),
+    "ddof": lambda x: x.var(unbiased=False),
+}
+SAID = [(_IN_JAX[name.split()[0]], use) for name, use in USES.items()] + [*ADVICE.items()]
 
 
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", CALLS)
-def test_the_error_has_the_hint(name, mode):
+@pytest.mark.parametrize(("advice", "use"), SAID, ids=[*USES, *ADVICE])
+def test_the_error_has_the_hint(advice, use, mode):
     with pytest.raises((AttributeError, TypeError, ValueError, NotImplementedError)) as raised:
-        mode(layer(lambda ctx, x: CALLS[name](x)).apply)(jnp.ones((2, 2)))
-    assert _IN_JAX[name.split()[0]] in text_of(raised.value)
+        mode(layer(lambda ctx, x: use(x)).apply)(jnp.ones((2, 2)))
+    assert advice in text_of(raised.value)
+    assert "Made.forward" in text_of(raised.value)
 
 
 def test_the_context_has_no_saved_variables():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
 from tests.hooks.spy import IDLE
@@ -19,7 +20,7 @@ from tests.layers.agree import (
 )
 from tests.layers.differ import DIFFERENCES
 
-from .after_torch import PORTS, f32, layers, ported
+from .after_torch import PORTS, layers, ported
 
 pytestmark = [pytest.mark.frameworks, IDLE]
 CASES = Table(SHARED + HOOKS)
@@ -95,58 +96,7 @@ def test_as_in_torch(theirs, mode, one):
     compare(theirs, mode, one)
 
 
-# -- what both refuse, and each difference ---------------------------------------------------------
-
-
-DIFFERENT = Table(DIFFERENCES)
-
-
-# One entry per tensor argument is taken too, as Paddle has it.
-@DIFFERENT.differ(X, Y, theirs=RuntimeError, ours=[3, 5])
-def one_entry_per_tensor_argument(of):
-    layer = of.layer(lambda ctx, x, scale, y: x * scale + y, lambda ctx, dy: (dy * 3, dy * 5))
-    return lambda x, y: layer.apply(x, 2.0, y)
-
-
-@DIFFERENT.differ(X, Y, wrt=(1,), theirs=RuntimeError, ours=[5])
-def text_where_no_gradient_is_needed(of):
-    return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: ("text", dy * 5)).apply
-
-
-@DIFFERENT.differ(theirs=[1], ours=[3 + 5 + 1])
-def list_of_outputs(of):
-    layer = of.layer(lambda ctx, x: [x * 2, x * 2], lambda ctx, dy, dz: dy * 3 + dz * 5)
-    return lambda x: (*layer.apply(x), x)
-
-
-# Statics have a cotangent of None there, and none at all here.
-@DIFFERENT.differ(theirs=[3], ours=[1])
-def statics_among_the_outputs(of):
-    layer = of.layer(lambda ctx, x: (x * 2, 1, "text"), lambda ctx, *dys: dys[0] * len(dys))
-    return layer.apply
-
-
-# A list is a static there, whatever it holds.
-@DIFFERENT.differ(theirs=[5], ours=[3 + 5])
-def list_among_the_outputs(of):
-    def backward(ctx, dy, dz):
-        return dy * 5 if dz is None else dz[0] * 3 + dy * 5
-
-    return of.layer(lambda ctx, x: (x * 2, [x * 2, x * 2]), backward).apply
-
-
-for name, value in {"number": 3, "list": [X]}.items():
-
-    @DIFFERENT.differ(label=name, theirs=TypeError, ours=[3])
-    def saving_what_is_no_tensor(of, value=value):
-        def forward(ctx, x):
-            ctx.save_for_backward(value)
-            return x * 2
-
-        return of.layer(forward, lambda ctx, dy: dy * 3).apply
-
-
-@DIFFERENT.every()
+@DIFFERENCES.every()
 def test_errors_and_differences(theirs, mode, one):
     compare(theirs, mode, one)
 
@@ -158,7 +108,7 @@ def test_layers(theirs, mode, one):
 
 def test_an_attribute_of_the_class_changed_between_calls(theirs, monkeypatch):
     """Change an attribute of a class after the first call: a compiled gradient uses the value at the first call."""
-    args = X, f32(0.7)
+    args = X, np.array(0.7, np.float32)
     one = Row("scaled", lambda of: of.text(layers).AuxLossScaler.apply, args, wrt=(1,), orders=1, summed=True)
     compiled = jax.jit(jax.grad(lambda x, loss: ported.AuxLossScaler.apply(x, loss).sum(), 1))
     for scale in (2, 5):
