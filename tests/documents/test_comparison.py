@@ -1,8 +1,4 @@
-"""notebooks/comparison.md: each cell of `ROWS` is what running the code gives.
-
-What the other cells say of this package is tested in derivatives/ (test_checkify, test_checkpoint, test_refs) and in
-hooks/, and what they say of torch and Paddle, in layers/.
-"""
+"""notebooks/comparison.md: every cell of its table is what running the code gives."""
 
 from __future__ import annotations
 
@@ -15,6 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import checkify
+from jax.interpreters import partial_eval
+
+from tests.kit.oracle import Paddle, Torch
 
 from .ways import COLUMNS, EXAMPLES, Example, Way
 
@@ -90,6 +90,10 @@ def of_a_dict(way: Way) -> str:
     return or_error(lambda: yes(jax.grad(lambda w: way.doubled({"w": w, "name": "a text"}))(X) == 2))
 
 
+def logs(way: Way) -> str:
+    return "no" if way.logs is None else or_error(lambda: yes(way.logs(X) == 1))
+
+
 POLICIES = jax.checkpoint_policies
 
 
@@ -106,6 +110,31 @@ def saves_products(policy: Callable[..., Any]) -> Callable[[Way], str]:
         return str(jax.make_jaxpr(jax.grad(jax.checkpoint(three, policy=policy)))(x)).count("dot_general[")
 
     return lambda way: or_error(lambda: yes(products(way, policy) < products(way, POLICIES.nothing_saveable)))
+
+
+def checked(transform: Callable[[Any], Any]) -> Callable[[Way], str]:
+    def run(way: Way) -> str:
+        error, _ = checkify.checkify(transform(way.checked_log))(np.float32(-1))
+        return yes("not positive" in (error.get() or ""))
+
+    return lambda way: or_error(lambda: run(way))
+
+
+def names_the_nan(way: Way) -> str:
+    loss = jax.value_and_grad(lambda x: 2 * way.log(x))
+    error, _ = checkify.checkify(loss, errors=checkify.nan_checks)(np.float32(-1))
+    return yes("primitive: log" in (error.get() or ""))
+
+
+def debug_nans(way: Way) -> str:
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\blog\b"):
+        jax.jit(jax.grad(lambda x: way.log(x) ** 2))(np.float32(-1))
+    return "yes"
+
+
+def dead_code(way: Way) -> str:
+    jaxpr = jax.make_jaxpr(lambda x: way.sin_and_exp(x)[0])(X).jaxpr
+    return yes(" exp " not in str(partial_eval.dce_jaxpr(jaxpr, [True])[0]))
 
 
 SLOPE = 2 * (1 - np.tanh(X) ** 2)
@@ -128,16 +157,31 @@ ROWS: dict[str, Callable[[Way], str]] = {
     "a dict with an array and a string as the argument": of_a_dict,
     "runs of `forward` in one eager `jax.grad`, if `forward` saves an intermediate": runs,
     "cotangent of an output that the loss does not use": missing_cotangent,
+    "getting values out of the backward pass": logs,
     "a `jax.checkpoint` policy that saves matrix products saves those inside the function too": saves_products(
         POLICIES.dots_saveable
     ),
     "the same with a policy that saves a name": saves_products(POLICIES.save_only_these_names("product")),
+    "the same with a policy that moves a name to host memory": saves_products(
+        POLICIES.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["product"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    ),
+    "`checkify.check` in the function": checked(lambda f: f),
+    "`checkify.check` in the function, in a first derivative": checked(jax.grad),
+    "`checkify` names the operation of a NaN, in a first derivative": lambda way: or_error(lambda: names_the_nan(way)),
+    "`jax.debug_nans` names the operation, in a first derivative": lambda way: or_error(lambda: debug_nans(way)),
+    "an output that nothing uses is dead code": lambda way: or_error(lambda: dead_code(way)),
+    "packing saved tensors, under `jit` too": lambda way: yes(way.packs is not None and way.packs()),
 }
 
 
 def test_both_pages_have_the_rows_and_columns_that_are_run():
     frameworks = {"torch", "Paddle"}
-    assert {row for row, _ in BESIDE} > set(ROWS)
+    assert {row for row, _ in BESIDE} == set(ROWS)
     assert {column for _, column in BESIDE} == {*COLUMNS, *frameworks}
     assert README
     for place, cell in README.items():
@@ -154,3 +198,103 @@ def test_a_cell_is_what_running_the_code_gives(row, column):
         pytest.skip("needs jax 0.12")
     found = ROWS[row](COLUMNS[column]())
     assert says(cell, found), found
+
+
+# -- torch and Paddle --------------------------------------------------------------------------------------------
+
+
+def of_framework(of: Paddle | Torch, doubled: Callable[[Any], Any]) -> tuple[dict[str, str], Any]:
+    """Return the cells that torch and Paddle have in common, and tanh with twice its gradient.
+
+    `doubled` is the gradient that `backward` returns for the argument that is a dict, from its cotangent.
+    """
+    missing: list[Any] = []
+    times: list[int] = []
+    kept: list[Any] = []
+
+    def round_and_copy(ctx, x):
+        ctx.set_materialize_grads(False)
+        return of.round(x), of.copy(x)
+
+    def swish(ctx, x):
+        times.append(1)
+        s = of.sigmoid(x)
+        ctx.save_for_backward(x, s)
+        return x * s
+
+    def swish_gradient(ctx, dy):
+        x, s = of.saved(ctx)
+        return dy * s * (1 + x * (1 - s))
+
+    def tanh(ctx, x):
+        y = of.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    def second(f, value):
+        x = of.leaf(np.float32(value))
+        (first,) = of.slope(f(x), [x], create_graph=True)
+        return shown(of.slope(first, [x], create_graph=True)[0])
+
+    rounded = of.layer(round_and_copy, lambda ctx, dy, unused: missing.append(unused) or dy)
+    steep_tanh = of.layer(tanh, lambda ctx, dy: 2 * dy * (1 - of.saved(ctx)[0] ** 2)).apply
+    straight_through = second(lambda x: rounded.apply(x)[0] ** 3, 1.3)
+    of.layer(swish, swish_gradient).apply(of.leaf(X)).backward()
+    with of.hooks(lambda x: kept.append(x) or x, lambda x: x):
+        steep_tanh(of.leaf(X)).backward()
+    clipped = of.leaf(X)
+    (5 * of.layer(lambda ctx, x: x * 1, lambda ctx, dy: dy.clip(-1, 1)).apply(clipped)).backward()
+    of_tree = of.layer(lambda ctx, tree: 2 * tree["w"], lambda ctx, dy: doubled(dy)).apply
+    has_gradient = of.differentiable(of_tree({"w": of.leaf(X), "name": "a text"}))
+    return {
+        "second derivative of `round(x)³` at 1.3, straight-through": straight_through,
+        "second derivative of tanh at 0.3, slope doubled": second(steep_tanh, 0.3),
+        "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
+        "a dict with an array and a string as the argument": "yes" if has_gradient else "no gradient, no error",
+        "runs of `forward` in one eager `jax.grad`, if `forward` saves an intermediate": str(len(times)),
+        "cotangent of an output that the loss does not use": "None" if missing[0] is None else "zeros",
+        "packing saved tensors, under `jit` too": yes(kept),
+    }, steep_tanh
+
+
+def in_paddle(paddle: Any) -> dict[str, str]:
+    return of_framework(Paddle(paddle), lambda dy: 2 * dy)[0]
+
+
+def in_torch(torch: Any) -> dict[str, str]:
+    of = Torch(torch)
+    found, steep_tanh = of_framework(of, lambda dy: {"w": 2 * dy, "name": None})
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    def rule(ctx, d):
+        return 2 * d * (1 - ctx.saved_tensors[0] ** 2)
+
+    def tanh(x):
+        return of.tanh(x)
+
+    def use(f, name, value):
+        with pytest.raises(RuntimeError):
+            f(of.function(tanh, rule, setup_context=setup).apply)
+        f(of.function(tanh, rule, setup_context=setup, **{name: value}).apply)
+        return f"with `{name}`"
+
+    x = torch.full((3,), 0.3)
+    return found | {
+        "`vmap`": use(lambda f: torch.func.vmap(f)(x), "generate_vmap_rule", True),
+        "`jax.hessian` of the same": shown(of.hessian(steep_tanh)(x[0])),
+        "`jax.jvp`": use(lambda f: torch.func.jvp(f, (x,), (x,)), "jvp", rule),
+    }
+
+
+@pytest.mark.frameworks
+@pytest.mark.filterwarnings("ignore")  # by the imports of torch and Paddle
+@pytest.mark.parametrize("name", ["torch", "Paddle"])
+def test_a_cell_of_a_framework(name, framework, request):
+    found = in_torch(framework("torch")) if name == "torch" else in_paddle(request.getfixturevalue("paddle"))
+    for row, outcome in found.items():
+        assert says(BESIDE[row, name], outcome), (row, outcome)
+    for row in set(ROWS) - set(found):
+        assert not BESIDE[row, name]

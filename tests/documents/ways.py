@@ -1,7 +1,7 @@
-"""The same custom gradients in each way that JAX and equinox have for them.
+"""The same custom gradients in each way that JAX, equinox, torch and Paddle have for them.
 
 notebooks/comparison.md compares the ways in a table. `COLUMNS` has one function for each column, which returns a `Way`;
-tests/documents/test_comparison.py computes the cells from it.
+tests/documents/test_comparison.py computes every cell from it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
 
-from tests.kit.layers import SteepBothWays, layer
+from pylayer_jax import PyLayer, saved_tensors_report
+from pylayer_jax.packers import cast_saved
+from tests.kit.layers import Steep, SteepBothWays, layer
 
 
 class Way(NamedTuple):
@@ -27,10 +30,15 @@ class Way(NamedTuple):
     doubled: Callable[[Any], Any]  # twice the entry "w" of a dict that also holds a text
     sin_of_two: Callable[[Any, list[Any]], Any] | None  # sin of (sin, cos); appends the cotangent of cos to the list
     product: Callable[[Any], Any]  # the product of two matrices in one array, under the name "product"
+    checked_log: Callable[[Any], Any]  # log of a number that `checkify.check` checks
+    log: Callable[[Any], Any]
+    sin_and_exp: Callable[[Any], Any]  # returns (sin(x), exp(x))
     # The same function, with what one has to add first for a transformation, and the name of that.
     for_vmap: tuple[str, Callable[[Any], Any]] | None = None
     for_jvp: tuple[str, Callable[[Any], Any]] | None = None
     for_hessian: tuple[str, Callable[[Any], Any]] | None = None
+    logs: Callable[[Any], Any] | None = None  # returns what a backward logged, here the cotangent itself
+    packs: Callable[[], bool] | None = None  # whether less is kept in a block that packs
 
 
 class Rule(NamedTuple):
@@ -50,7 +58,21 @@ def _product_gradient(matrices: Any, dy: Any) -> Any:
     return jnp.stack([dy @ matrices[1].T, matrices[0].T @ dy])
 
 
+def checked_log(x: Any) -> Any:
+    checkify.check(jnp.all(x > 0), "not positive")
+    return jnp.log(x)
+
+
+def sin_and_exp(x: Any) -> Any:
+    return jnp.sin(x), jnp.exp(x)
+
+
 PRODUCT = Rule(lambda x: (named_product(x), None), lambda x, *_: x, _product_gradient)
+CHECKED_LOG = Rule(lambda x: (checked_log(x), None), lambda x, *_: x, lambda x, dy: dy / x)
+LOG = Rule(lambda x: (jnp.log(x), None), lambda x, *_: x, lambda x, dy: dy / x)
+SIN_AND_EXP = Rule(
+    lambda x: (sin_and_exp(x), None), lambda x, *_: x, lambda x, dy: dy[0] * jnp.cos(x) + dy[1] * jnp.exp(x), 2
+)
 STEEP_TANH = Rule(lambda x: (jnp.tanh(x), None), lambda x, y, _: y, lambda y, dy: 2 * dy * (1 - y**2))
 
 
@@ -91,6 +113,9 @@ def _of_rules(made: Callable[[Rule], Callable[[Any], Any]], **more: Any) -> Way:
         made(Rule(lambda tree: (2 * tree["w"], None), nothing, lambda _, dy: {"w": 2 * dy, "name": None})),
         sin_of_two,
         made(PRODUCT),
+        made(CHECKED_LOG),
+        made(LOG),
+        made(SIN_AND_EXP),
         **more,
     )
 
@@ -100,7 +125,7 @@ def pylayer() -> Way:
 
     def made(rule):
         def forward(ctx, x):
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(rule is SIN_AND_EXP)
             y, intermediate = rule.run(x)
             ctx.save_for_backward(rule.keep(x, y, intermediate))
             return y
@@ -111,7 +136,32 @@ def pylayer() -> Way:
 
         return layer(forward, backward).apply
 
-    return _of_rules(made, for_jvp=("`forward_mode = True`", SteepBothWays.apply))
+    class Logging(PyLayer):
+        @staticmethod
+        def forward(ctx, log, x):
+            ctx.log = log
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            ctx.log[...] = dy
+            return 3 * dy
+
+    def logs(x):
+        log = jax.new_ref(jnp.zeros_like(x))
+        jax.grad(lambda x: Logging.apply(log, x))(x)
+        return log[...]
+
+    def packs():
+        x = jnp.ones((64, 64))
+
+        def loss(x):
+            return Steep.apply(2 * x).sum()
+
+        before, after = saved_tensors_report(loss, x), saved_tensors_report(cast_saved()(loss), x)
+        return after.total_bytes < before.total_bytes
+
+    return _of_rules(made, for_jvp=("`forward_mode = True`", SteepBothWays.apply), logs=logs, packs=packs)
 
 
 def _custom_vjp(again: bool) -> Way:
@@ -128,7 +178,13 @@ def _custom_vjp(again: bool) -> Way:
         function.defvjp(fwd, lambda saved, dy: (rule.gradient(saved, dy),))
         return function
 
-    return _of_rules(made)
+    return _of_rules(made, logs=_custom_vjp_logs)
+
+
+def _custom_vjp_logs(x: Any) -> Any:
+    function = jax.custom_vjp(lambda x: 3 * x)
+    function.defvjp_with_logs(lambda x: (function(x), None), lambda _, dy: ((3 * dy,), {"cotangent": dy}))
+    return jax.vjp(function, x)[1].with_logs(jnp.ones_like(x))[1]["cotangent"]
 
 
 def custom_jvp() -> Way:
@@ -164,6 +220,9 @@ def custom_jvp() -> Way:
         made(lambda tree: 2 * tree["w"], lambda tree, y, d: 2 * d["w"]),
         None,  # a rule for tangents meets no cotangents
         made(named_product, lambda x, y, dx: dx[0] @ x[1] + x[0] @ dx[1]),
+        made(checked_log, lambda x, y, dx: dx / x),
+        made(jnp.log, lambda x, y, dx: dx / x),
+        made(sin_and_exp, lambda x, y, dx: (dx * jnp.cos(x), dx * jnp.exp(x))),
     )
 
 
@@ -205,14 +264,22 @@ def hijax() -> Way:
     class WithBoth(WithJvp, WithBatch):
         pass
 
+    class Logging(SteepTanh):
+        def vjp_bwd_retval_logs(self, _, dy):
+            return (3 * dy,), {"cotangent": dy}
+
     def applied(kind):
         return lambda x: kind(x)(x)
+
+    def logs(x):
+        return jax.vjp(applied(Logging), x)[1].with_logs(jnp.ones_like(x))[1]["cotangent"]
 
     return _of_rules(
         lambda rule: applied(primitive(rule)),
         for_vmap=("`batch`", applied(WithBatch)),
         for_jvp=("`jvp`", applied(WithJvp)),
         for_hessian=("`jvp` and `batch`", applied(WithBoth)),
+        logs=logs,
     )
 
 
