@@ -108,6 +108,21 @@ def test_an_input_with_a_name_is_an_input():
     assert (report.total_bytes, report.input_bytes) == (plain.total_bytes, plain.input_bytes) == (0, 2 * X.nbytes)
 
 
+def test_what_a_branch_or_an_iteration_packs_has_its_own_name():
+    def branches(x):
+        return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ W), lambda x: jnp.cos(x), jnp.sin(x))
+
+    def nested(x):
+        rows = lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x)  # noqa: E731
+        return jax.lax.scan(lambda x, _: (rows(x), None), jnp.sin(x), None, length=2)[0]
+
+    for function, shape, times in ((branches, (8, 4), 1), (nested, (4,), 16)):
+        report = saved_tensors_report(cast_saved()(lambda x, f=function: jnp.sum(f(x))), X)
+        (row,) = [r for r in report.rows if r.name == "tanh" and r.packed_bytes]
+        assert (row.shape, row.times, row.bytes) == (shape, times, 2 * row.packed_bytes)
+        assert row.bytes == times * jnp.zeros(shape).nbytes
+
+
 def test_sizes_before_and_after_packing():
     def report_in(block):
         with block:
