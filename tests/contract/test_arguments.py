@@ -282,3 +282,25 @@ def test_shared_output_under_vmap_counts_once():
     ours, plain = total(made.apply), total(lambda x, w: (x * w, 2 * w))
     for order in (jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(jax.grad(lambda w: f(w) ** 2))):
         np.testing.assert_allclose(order(ours)(3.0), jax.jit(order(plain))(3.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("base", [PyLayer, Function])
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_entries_follow_the_signature_however_the_call_is_written(run, base):
+    """Keyword-only arguments follow `*args`, and `**kwargs` come last, in the order of the call."""
+    positional = layer(
+        lambda ctx, a, b=0.0, *rest, c=0.0, **more: a + b + sum(rest) + c + sum(more.values()),
+        lambda ctx, dy: tuple(number * dy for number in range(1, 8)),
+        base,
+    )
+    named = layer(base=positional, backward=lambda ctx, dy: (dy, 2 * dy, 3 * dy, 4 * dy))
+    x = dict(zip("abrscyx", jnp.arange(7.0), strict=True))
+
+    def by_position(x):
+        return positional.apply(x["a"], x["b"], x["r"], x["s"], y=x["y"], c=x["c"], x=x["x"])
+
+    def by_name(x):
+        return named.apply(y=x["y"], c=x["c"], b=x["b"], a=x["a"])
+
+    assert run(jax.grad(by_position))(x) == {"a": 1, "b": 2, "r": 3, "s": 4, "c": 5, "y": 6, "x": 7}
+    assert run(jax.grad(by_name))(x) == {"a": 1, "b": 2, "c": 3, "y": 4, "r": 0, "s": 0, "x": 0}
