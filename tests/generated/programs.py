@@ -256,7 +256,7 @@ def draw(seed: int, in_block: bool) -> tuple[tuple[Step, ...], Case]:
         staging=rng.choice(["jit", "jit", "jit", "jit inside", "inner jit", "eager"]),
         is_double=rng.random() < 0.5,
         is_typed_key=rng.random() < 0.5,
-        pair=rng.choice(FOR_BLOCKS if in_block else list(EXACT)),
+        pair=rng.choice(FOR_BLOCKS if in_block else [*EXACT, *["recompute", "on CPU"] * 3]),
         lossy=rng.randrange(len(LOSSY)) if order < 2 and rng.random() < 0.5 else None,
         form=rng.choice([*["arguments"] * 3, *FORMS]),
         returns_dict=rng.random() < 0.3,
