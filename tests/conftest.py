@@ -51,10 +51,6 @@ def pytest_configure(config):
     config.option.markexpr = re.sub(r"\bcore\b", f"({CORE})", config.option.markexpr)
 
 
-# Tests of promises that the library does not keep yet, by reason. Remove the line of a test that passes.
-KNOWN_GAPS: dict[str, list[str]] = {}
-
-
 # Here, of a test with ten cases or more, each fourth is in the core, and the others run with `every_pair`.
 MANY_CASES = ("hooks/", "derivatives/", "devices/", "layers/test_transforms", "contract/test_vmap")
 MANY_CASES += ("contract/test_host_layers", "contract/test_report")
@@ -67,10 +63,6 @@ def pytest_collection_modifyitems(items):
             for i, item in enumerate(cases):
                 if i % 4:
                     item.add_marker(pytest.mark.every_pair)
-    for item in items:
-        for reason, names in KNOWN_GAPS.items():
-            if item.nodeid.removeprefix("tests/") in names:
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
     # Tests that clear JAX's caches run last, because each later test would have to compile its programs again.
     items.sort(key=lambda item: item.get_closest_marker("clears_caches") is not None)
 

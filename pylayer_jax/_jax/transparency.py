@@ -250,7 +250,7 @@ class Guard(Identity):
 def barrier(values: Sequence[Any], waits: bool = False) -> Values:
     # `jax.lax.optimization_barrier` will not do: in jax 0.10, its JVP rule puts the tangents behind a barrier too, and
     # makes arrays of zeros for those that are zero. Without `waits`, JAX may drop values that are not used afterwards.
-    # tests: `test_memory_of_a_compiled_step` in hooks/test_packers.py
+    # tests: hooks/test_recompute.py::test_memory_of_a_compiled_gradient
     return apply((WaitingBarrier if waits else Barrier)([typeof(x) for x in values]), values)
 
 

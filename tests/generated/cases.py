@@ -9,7 +9,6 @@ A value has the same name wherever a case mentions it:
 
     a, b, c         tensors among the arguments of a layer
     k0, k1, ...     Python numbers among the arguments of a layer
-    ref             a `jax.Ref` among the arguments of a layer
     u0, u1, ...     what `forward` computes
     o0, o1, ...     the outputs, as `setup_context` gets them
     v0, v1, ...     what `setup_context` computes
@@ -31,7 +30,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 CONSTANTS = ("C0", "C1", "N0")
 NUMPY_CONSTANT = "N0"
-REF = "ref"
 
 # The operations of statements. They are functions of JAX, because the result of a NumPy operation on N0 would be a
 # constant.
@@ -128,7 +126,6 @@ class Layer:
     name: str
     dialect: str  # "PyLayer", "Function", or "setup_context", a Function with this method
     arguments: list[Any]  # trees of names and statics
-    kinds: list[str]  # how each argument is passed: "positional", "default", "rest", "keyword", "more"
     shapes: dict[str, tuple[int, ...]]  # by name of the input
     body: list[Statement]  # of `forward`
     returned: Any  # a tree of names and statics
@@ -137,20 +134,15 @@ class Layer:
     setup_statements: list[Statement] = dataclasses.field(default_factory=list)  # of `setup_context`
     non_differentiable: list[str] = dataclasses.field(default_factory=list)  # given to ctx.mark_non_differentiable
     dirty: list[str] = dataclasses.field(default_factory=list)  # given to ctx.mark_dirty
-    passed_by_keyword: bool = False  # positional arguments are passed by keyword, last first
     materialize_grads: bool = True
-    entry_per_tensor_argument: bool = False  # backward returns entries for arguments with a tensor only, not for all
     keeps_broadcast_shape: bool = False  # a gradient may be larger than its input, for the package to sum
-    omits_trailing: bool = False  # backward omits trailing gradients that are not needed
-    n_extra_nones: int = 0  # after the gradients that the backward of a Function returns
     checks_needs_input_grad: bool = False  # backward computes only gradients that ctx.needs_input_grad asks for
     forward_mode: bool = False
     saved_names: bool = False  # whether what is saved has names, for the policies of jax.checkpoint
-    ref_writer: str = ""  # the method that writes to the Ref: "forward" or "backward"; empty if there is no Ref
 
     @property
     def inputs(self) -> list[str]:
-        return [leaf for leaf in names_in(self.arguments) if leaf != REF]
+        return names_in(self.arguments)
 
     @property
     def outputs(self) -> list[str]:
@@ -238,12 +230,6 @@ def names_and_values(tree: Any, values: Any) -> Iterator[tuple[str, Any]]:
             yield from names_and_values(tree[key], None if values is None else values[key])
     elif isinstance(tree, str):
         yield tree, values
-
-
-def holds_tensor(tree: Any) -> bool:
-    """Return whether an argument holds a tensor."""
-    leaves = jax.tree.leaves(tree)
-    return any(leaf != REF if isinstance(leaf, str) else hasattr(leaf.value, "dtype") for leaf in leaves)
 
 
 def without_unused_statements(layer: Layer) -> Layer:

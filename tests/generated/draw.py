@@ -23,7 +23,6 @@ from .cases import (
     LINEAR,
     NOT_LINEAR,
     NUMPY_CONSTANT,
-    REF,
     Block,
     Call,
     Case,
@@ -38,7 +37,6 @@ from .cases import (
 UNARY = ["sin", "cos", "tanh", "square", "scale", "plus zero", "negate", "name"]
 BINARY = ["times", "plus", "minus", "sin times"]
 POLICIES = ["everything", "nothing", "some operations", "other operations", "names", "offload"]
-KINDS = ["positional", "default", "rest", "keyword", "more"]  # in the order of a signature
 REVERSE = ["grad", "grad", "grad", "vjp", "jacrev"]
 FORWARD = ["jvp", "jacfwd", "linearize"]
 TRANSFORMS = ["jit", "jit", "vmap", "vmap", "vmap", "scan", "remat", "cond"]
@@ -54,7 +52,6 @@ class Traits(NamedTuple):
     shape: tuple[int, ...]  # of the inputs of the program
     forward_mode: bool
     linear: bool  # whether all rules are linear in the cotangents
-    ref_writer: str
 
 
 def draw(seed: int) -> Case:
@@ -62,8 +59,7 @@ def draw(seed: int) -> Case:
     shape = rng.choice([(3,)] * 4 + [()])
     forward_mode = rng.random() < 0.4
     linear = forward_mode or rng.random() < 0.7
-    ref_writer = "" if forward_mode or rng.random() < 0.9 else rng.choice(["forward", "backward"])
-    traits = Traits(shape, forward_mode, linear, ref_writer)
+    traits = Traits(shape, forward_mode, linear)
     n_calls = rng.choice([1, 1, 1, 2, 2, 3])
     layers = [_layer(rng, f"l{i}", traits) for i in range(rng.choice([1, min(n_calls, 2)]))]
     n_inputs = rng.choice([1, 2, 2, 3])
@@ -72,14 +68,14 @@ def draw(seed: int) -> Case:
         layer = layers[i] if i < len(layers) else rng.choice(layers)
         arguments = [_recent(rng, pool) if rng.random() < 0.95 else "C0" for _ in layer.inputs]
         results = [f"y{len(pool) + n}" for n in range(len(layer.outputs))]
-        around = _around(rng, len(arguments), linear and not ref_writer)
+        around = _around(rng, len(arguments), linear)
         calls.append(Call(results, layer.name, arguments, around=around))
         pool += results
         if rng.random() < 0.4:
             calls.append(Call([f"y{len(pool)}"], None, [_recent(rng, pool), rng.choice(pool)], rng.choice(BINARY)))
             pool.append(f"y{len(pool)}")
     results = [y for y in pool[n_inputs:] if rng.random() < 0.6] or pool[-1:]
-    order = rng.randint(0, 1) if ref_writer else rng.choices([0, 1, 2, 3], [1, 2, 12, 1])[0]
+    order = rng.choices([0, 1, 2, 3], [1, 2, 12, 1])[0]
     differentiable = rng.random() < 0.5
     where = rng.choice(["", "", "", "inside", "outside", "both"])
     blocks = {place: _block(rng, differentiable) for place in ("inside", "outside") if where in (place, "both")}
@@ -131,21 +127,17 @@ def _steps(rng: random.Random, order: int, calls: list[Call], n_inputs: int, tra
     """Return `order` derivatives and some transforms around the program."""
     steps: list[tuple[str, Any]] = []
     forward = traits.linear and traits.forward_mode  # whether the next derivative may be in forward mode
-    reverse = ["grad", "vjp"] if traits.ref_writer else REVERSE
     for _ in range(order):
-        kind = rng.choice(FORWARD if forward and rng.random() < 0.4 else reverse)
+        kind = rng.choice(FORWARD if forward and rng.random() < 0.4 else REVERSE)
         positions = tuple(sorted(rng.sample(range(n_inputs), rng.randint(1, n_inputs))))
         forward = forward or (traits.linear and kind in REVERSE and _reaches_all(calls, positions, n_inputs))
         steps.append((kind, positions))
     transforms = [name for name in TRANSFORMS if traits.linear or name not in FOR_LINEAR_RULES]
-    if traits.ref_writer:
-        transforms = ["jit", "scan"]  # jax 0.10 cannot differentiate a cond that writes to a Ref
     for _ in range(rng.choice([0, 0, 1, 1, 2, 2])):
         name = rng.choice(transforms)
         steps.insert(rng.randint(0, len(steps)), (name, _parameter(rng, name, n_inputs)))
-    # Half of the cases are one program: operation by operation they take several times as long. JAX compiles a jitted
-    # function that closes over a Ref only within another one.
-    return [*steps, ("jit", None)] if traits.ref_writer or rng.random() < 0.5 else steps
+    # Half of the cases are one program: operation by operation they take several times as long.
+    return [*steps, ("jit", None)] if rng.random() < 0.5 else steps
 
 
 def _reaches_all(calls: list[Call], positions: tuple[int, ...], n_inputs: int) -> bool:
@@ -167,16 +159,11 @@ def _reaches_all(calls: list[Call], positions: tuple[int, ...], n_inputs: int) -
 
 
 def _layer(rng: random.Random, name: str, traits: Traits) -> Layer:
-    shape, forward_mode, linear, ref_writer = traits
+    shape, forward_mode, linear = traits
     dialect = rng.choice(["PyLayer", "PyLayer", "Function", "setup_context"])
     inputs = list("abc"[: rng.choice([1, 1, 2, 2, 3])])
     arguments = _arguments(rng, inputs)
-    choices = KINDS[:2] if dialect == "setup_context" else KINDS
-    kinds = sorted((rng.choice(choices if rng.random() < 0.3 else KINDS[:1]) for _ in arguments), key=KINDS.index)
-    if ref_writer:
-        arguments.insert(0, REF)
-        kinds.insert(0, "positional")
-    inputs = [leaf for tree in arguments for leaf in names_in(tree) if leaf != REF]
+    inputs = names_in(arguments)
     statics = [f"k{i}" for i, t in enumerate(arguments) if isinstance(t, Static) and isinstance(t.value, int | float)]
     narrow = rng.random() < 0.2
     shapes = {x: rng.choice([shape, (), (1,) if shape else ()]) if narrow else shape for x in inputs}
@@ -208,8 +195,6 @@ def _layer(rng: random.Random, name: str, traits: Traits) -> Layer:
         name=name,
         dialect=dialect,
         arguments=arguments,
-        kinds=kinds,
-        passed_by_keyword=rng.random() < 0.2,
         shapes=shapes,
         body=body,
         returned=returned,
@@ -217,14 +202,10 @@ def _layer(rng: random.Random, name: str, traits: Traits) -> Layer:
         saved=saved,
         materialize_grads=rng.random() < 0.65,
         gradients=[_gradient(rng, linear, len(outputs), len(saved)) for _ in inputs],
-        entry_per_tensor_argument=dialect == "PyLayer" and rng.random() < 0.5,
         keeps_broadcast_shape=rng.random() < 0.5,
-        omits_trailing=rng.random() < 0.3,
-        n_extra_nones=rng.choice([0, 0, 1, 2]),
         checks_needs_input_grad=rng.random() < 0.15,
         forward_mode=forward_mode,
         saved_names=rng.random() < 0.3,
-        ref_writer=ref_writer,
     )
     return without_unused_statements(_marked(rng, layer))
 

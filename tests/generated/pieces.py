@@ -1,4 +1,4 @@
-"""Pieces of random programs that also read arrays from outside, which are differentiated too."""
+"""Pieces of random programs: operations, code that reads arrays from outside, and code that contains functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import layer
+from tests.kit.layers import ForwardTanh, Multiply, Tanh, layer
 
 SHAPE = (4, 8)
 W = np.cos(np.arange(64.0)).reshape(8, 8) * 0.3
@@ -69,52 +69,12 @@ class NamedDense(PyLayer):
         return dh @ w.T, x.T @ dh
 
 
-class Several(PyLayer):
-    """Layer with three outputs, of which programs use one. The cotangents of the others are None."""
-
-    saved_names = True
-
-    @staticmethod
-    def forward(ctx, x, b):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(jnp.sin(x), jnp.cos(x), b)
-        return jnp.sin(x) * b, jnp.cos(x), jnp.argmax(x)
-
-    @staticmethod
-    def backward(ctx, dy, dc, _):
-        s, c, b = ctx.saved_tensors
-        parts = [d for d in (dy is not None and dy * b * c, dc is not None and -dc * s) if d is not False]
-        return sum(parts), None if dy is None else dy * s
-
-
-class Tree(PyLayer):
-    """Layer of a dict with a static entry, that returns a dict with one."""
-
-    @staticmethod
-    def forward(ctx, parameters, x):
-        ctx.h, ctx.x, ctx.w = x @ parameters["w"] + parameters["b"], x, parameters["w"]
-        return {"y": jnp.tanh(ctx.h), "h": ctx.h * 2, "mode": parameters["mode"]}
-
-    @staticmethod
-    def backward(ctx, d):
-        dh = d["y"] * (1 - jnp.tanh(ctx.h) ** 2) + 2 * d["h"]
-        return {"w": ctx.x.T @ dh, "b": dh.sum(0), "mode": None}, dh @ ctx.w.T
-
-
 def root(x):
     square = 1 + x * x
     return lax.fori_loop(0, jnp.where(square.max() < 100, 8, 12), lambda _, y: 0.5 * (y + square / y), square)
 
 
 Newton = layer(root, lambda x, dy: dy * x * lax.rsqrt(1 + x * x), Function, "Newton", plain=True)  # a while loop
-
-
-@jax.custom_jvp
-def softened(x):
-    return jnp.logaddexp(x, 0.0)
-
-
-softened.defjvp(lambda primals, tangents: (softened(*primals), tangents[0] * jax.nn.sigmoid(primals[0])))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -136,23 +96,12 @@ def dense(x, w):
     return jax.jit(jax.nn.gelu)(jax.jit(jnp.matmul)(x, w)) + x
 
 
-@jax.jit
-def with_unused(x, w):
-    h = x @ w
-    return {"h": jax.nn.silu(h), "unused": jnp.exp(h), "largest": h.argmax(-1)}
-
-
 def dropout(x, key):
     return jnp.where(jax.random.bernoulli(key, jnp.float32(0.7), x.shape), x / 0.7, 0)
 
 
 def noise(key, shape=SHAPE):
     return jax.random.normal(key, shape, jnp.float32)
-
-
-def halvings(x):
-    start = lax.stop_gradient(jnp.abs(x)), 0
-    return lax.while_loop(lambda s: (s[0].max() > 0.5) & (s[1] < 9), lambda s: (s[0] * 0.5, s[1] + 1), start)[1]
 
 
 def index(x, n):
@@ -173,9 +122,133 @@ def layer_norm(x, scale):
     return (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-2) * scale
 
 
-def convolved(x, w):
-    kernel = w[:3, :1].T[None].astype(x.dtype)
-    return lax.conv_general_dilated(x[:, None], kernel, (1,), "SAME")[:, 0]
+# -- operations of one or two values --------------------------------------------------------------------
+
+
+class Clipped(Function):
+    """A clipping rule that compares its output with its limits, and keeps both of its operands."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.clip(x, x.mean(), 0.8)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, y = ctx.saved_tensors
+        return jnp.where(x == y, dy * (1 + y), 0)
+
+
+@jax.custom_vjp
+def largest(x):
+    return jnp.where(x == x.max(), x, 0.5 * x)
+
+
+largest.defvjp(lambda x: (largest(x), (x, x.max())), lambda saved, dy: (dy * jnp.where(saved[0] == saved[1], 1, 0.5),))
+
+
+def pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME")
+
+
+def one_hot(x):
+    return x * jax.nn.one_hot(x.argmax(-1), x.shape[-1], dtype=x.dtype) + 0.3 * x
+
+
+def masked_attention(x):
+    return jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), x @ x.T, -1e9)) @ x
+
+
+def moved(x):
+    return x.reshape(2, 2, 8).transpose(1, 0, 2).reshape(SHAPE)[::-1] * 0.5
+
+
+UNARY = {
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "softmax": jax.nn.softmax,
+    "matmul": lambda x: x @ W,
+    "moved": moved,
+    "cube": lambda x: 0.1 * x**3,
+    "named": lambda x: checkpoint_name(x * jnp.cos(x), "named"),
+    "renamed": lambda x: checkpoint_name(jnp.sin(x), "named").reshape(8, 4).reshape(SHAPE),
+    "Tanh": Tanh.apply,
+    "ForwardTanh": ForwardTanh.apply,
+    "stopped": lambda x: x - lax.stop_gradient(x.max(-1, keepdims=True)) * 0.5,
+    "sorted": lambda x: jnp.sort(x, -1),
+    "gathered": lambda x: x[jnp.array([2, 0, 3, 3])],
+    "erf": lax.erf,
+    "expm1": lambda x: jnp.expm1(-jnp.abs(x)),
+    "log": lambda x: jnp.log(0.1 + x**2),
+    "log1p": lambda x: jnp.log1p(jnp.exp(-x)),
+    "rsqrt": lambda x: x * lax.rsqrt(0.1 + x * x),
+    "fast sin": lambda x: jnp.sin(20 * x),
+    "power": lambda x: (0.1 + jnp.abs(x)) ** 1.7,
+    "powers": lambda x: (1 + x * x) ** jnp.tanh(x),
+    "abs": jnp.abs,
+    "relu": jax.nn.relu,
+    "elu": jax.nn.elu,
+    "massive channel": lambda x: jax.nn.sigmoid(x * jnp.array([300.0, *[1.0] * 7], x.dtype)) * x,
+    "clamp": lambda x: jnp.clip(jnp.sin(x), -0.5, 0.5) * x,
+    "rounded": lambda x: x - lax.stop_gradient(x - jnp.round(4 * x) / 4) * 0.5,
+    "floor": lambda x: x * jnp.floor(2 * jnp.sin(x)),
+    "remainder": lambda x: x * (2 * x % 1),
+    "integers": lambda x: x * (3 * x).astype(jnp.int32),
+    "narrow": lambda x: jnp.sin(x).astype(jnp.bfloat16).astype(x.dtype) * x,
+    "row": lambda x: x * jnp.exp(x[:1]) + x[:, :1],
+    "concatenated": lambda x: jnp.concatenate([jnp.sin(x[:, :4]), x[:, 4:] ** 2], axis=-1),
+    "layer norm": lambda x: jax.nn.standardize(x, epsilon=0.1) * jnp.cos(jnp.arange(8.0)).astype(x.dtype),
+    "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(3), jnp.float32(0.7), SHAPE), x, 0) * jnp.sin(x),
+    "jitted": jax.jit(lambda x: jnp.sin(x) * jax.nn.silu(x) - jnp.tanh(x) ** 2),
+    "pooled": pooled,
+    "one hot": one_hot,
+    "top": lambda x: jnp.repeat(lax.top_k(x, 2)[0], 4, axis=-1) * x,
+    "is largest": lambda x: x * (x == x.max(-1, keepdims=True)) + 0.5 * x,
+    "masked attention": masked_attention,
+    "Clipped": Clipped.apply,
+    "custom rule": largest,
+}
+BINARY = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: a / (1 + b**2),
+    "Multiply": Multiply.apply,
+    "product": lambda a, b: a @ b.T @ a * 0.2,
+    "chosen": lambda a, b: jnp.where(a > b, a, b * 2),
+    "scaled": lambda a, b: a * b.mean(),
+    "subtract": lambda a, b: a - b * 0.5,
+    "larger": lambda a, b: jnp.maximum(a, b),
+    "gated": lambda a, b: jax.nn.silu(a) * b,
+    "residual": lambda a, b: a + jax.nn.gelu(b) * 0.3,
+    "distance": lambda a, b: jnp.sqrt((a - b) ** 2 + 0.01),
+}
+# Rules and operations that decide by what they saved, in a larger share.
+DECIDES = ["Clipped", "custom rule", "is largest", "pooled", "one hot", "top"]
+
+
+def scan(f):
+    weights = np.linspace(0.5, 1.0, 3)
+    return lambda a, b: lax.scan(lambda c, w: (jnp.tanh(f(c) * w) + 0.1 * b, c[0]), a, weights)[0]
+
+
+def vmap(f):
+    return lambda a, b: jax.vmap(lambda x: f(x) * b)(jnp.stack([a, a * 0.5])).sum(0)
+
+
+# Code that contains a function of one array, as a function of two arrays.
+CONTAINERS = {
+    "scan": scan,
+    "vmap": vmap,
+    "remat": lambda f: lambda a, b: jax.checkpoint(f)(a),
+    "cond": lambda f: lambda a, b: lax.cond(b.sum() > 0, f, jnp.sin, a),
+    "jit": lambda f: lambda a, b: jax.jit(f)(a),
+}
+
+
+# -- code that reads arrays from outside, which are differentiated too --------------------------------------
 
 
 BRANCHES = [lambda x, w: jnp.tanh(x @ w), lambda x, w: x * 0.5, lambda x, w: jax.nn.gelu(x) + w[:4]]
@@ -184,10 +257,7 @@ PIECES = {
     "affine": lambda a, b, s, o: a @ s[0] + o.b,
     "normed": lambda a, b, s, o: layer_norm(a, o.b),
     "condition": lambda a, b, s, o: lax.cond(a[0, 0] < 0.3, *BRANCHES[:2], a, s[0]),
-    "closed condition": lambda a, b, s, o: lax.cond(b.mean() < a.mean(), lambda: a @ s[1], lambda: b * o.b),
     "branches": lambda a, b, s, o: lax.switch(index(a, 3), BRANCHES, a, s[0]),
-    "branch of a token": lambda a, b, s, o: lax.switch(o.tokens[0] % 3, BRANCHES, b, s[1]),
-    "halved": lambda a, b, s, o: a * halvings(b),
     "counted": lambda a, b, s, o: a + lax.fori_loop(0, o.tokens[1], lambda _, c: jnp.sin(c), lax.stop_gradient(b)),
     "fori": lambda a, b, s, o: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ s[i]) + b, a),
     "mapped rows": lambda a, b, s, o: lax.map(lambda row: jnp.tanh(row @ s[0]) * o.b, a),
@@ -195,29 +265,19 @@ PIECES = {
     "each weight": lambda a, b, s, o: jax.vmap(lambda w: jax.nn.gelu(a @ w))(s).mean(0),
     "dropped": lambda a, b, s, o: jnp.sin(dropout(a, o.key)),
     "noisy": lambda a, b, s, o: jnp.tanh(a + noise(jax.random.fold_in(o.key, 1))) * noise(jax.random.split(o.key)[0]),
-    "permuted": lambda a, b, s, o: jax.random.permutation(o.key, a) * b,
     "random condition": lambda a, b, s, o: lax.cond(jax.random.bernoulli(o.key), *BRANCHES[:2], a, s[1]),
     "NamedDense": lambda a, b, s, o: NamedDense.apply(a, s[0]),
-    "first of Several": lambda a, b, s, o: Several.apply(a, o.b)[0] * b,
-    "second of Several": lambda a, b, s, o: Several.apply(a, b)[1] @ s[0],
-    "Tree": lambda a, b, s, o: Tree.apply({"w": s[0], "b": o.b, "mode": "text"}, a)["y"],
     "Newton": lambda a, b, s, o: Newton.apply(a),
     "scan of layers": lambda a, b, s, o: lax.scan(lambda c, w: (NamedDense.apply(c, w), c[0]), a, s)[0],
-    "softened": lambda a, b, s, o: softened(a @ s[0]) * b,
     "ruled dense": lambda a, b, s, o: ruled_dense(0.5, a, s[0], o.tokens),
     "jitted dense": lambda a, b, s, o: dense(dense(a, s[0]), s[1]),
-    "unused entry": lambda a, b, s, o: with_unused(a, s[0])["h"] * o.b,
-    "named dense": lambda a, b, s, o: checkpoint_name(jax.nn.gelu(checkpoint_name(a @ s[0], "named")), "y") + a,
     "embedded": lambda a, b, s, o: s[0][o.tokens] * a,
-    "one-hot": lambda a, b, s, o: jax.nn.one_hot(o.tokens, 8, dtype=a.dtype) @ s[0] + a,
     "along": lambda a, b, s, o: jnp.take_along_axis(a, jnp.argsort(b, -1), -1) * o.b,
     "routed": lambda a, b, s, o: jnp.einsum("nd,ndk->nk", a, s[jnp.argmax(a[:, :2], -1)]),
     "cross entropy": lambda a, b, s, o: cross_entropy(a @ s[0], o.tokens),
     "scattered": lambda a, b, s, o: a.at[o.tokens % 4].add(jnp.sin(b)).at[0].set(o.b),
     "swiglu": lambda a, b, s, o: swiglu(a, s[0]) + b,
-    "rolled": lambda a, b, s, o: a * jnp.cos(o.b) + jnp.roll(b, 1, -1) * jnp.sin(o.b),
     "window": lambda a, b, s, o: lax.dynamic_slice(jnp.concatenate([a, jnp.tanh(b)]), (o.tokens[0] % 4, 0), SHAPE),
-    "convolved": lambda a, b, s, o: jnp.tanh(convolved(a, s[0])),
     "narrow dense": lambda a, b, s, o: jax.nn.gelu(a.astype(jnp.bfloat16) @ s[0].astype(jnp.bfloat16)),
     "attention over ws": lambda a, b, s, o: jax.nn.softmax((a @ s[0]) @ (b @ s[1]).T) @ b + a,
     "solved": lambda a, b, s, o: jnp.linalg.solve(3 * jnp.eye(8, dtype=a.dtype) + s[0] @ s[0].T.astype(a.dtype), a.T).T,
@@ -257,7 +317,6 @@ OUTER = {
     "layers": layers,
     "conditions": conditions,
     "condition on f": lambda f, a, b, s, o: lax.cond(a[0, 0] < b.mean(), lambda x, w: f(x) @ w, BRANCHES[2], a, s[0]),
-    "branches of f": lambda f, a, b, s, o: lax.switch(index(a, 3), [f, lambda x: f(x @ s[0]), jnp.sin], b),
     "scan over ws": lambda f, a, b, s, o: lax.scan(lambda c, w: (c + f(c @ w), c[0]), a, s)[0],
     "indexed scan": lambda f, a, b, s, o: lax.scan(lambda c, i: (f(c) @ s[i], c), a, jnp.arange(2), reverse=True)[1][1],
     "unrolled scan": lambda f, a, b, s, o: lax.scan(lambda c, w: (f(c) @ w + b, None), a, s, unroll=2)[0],
@@ -271,7 +330,6 @@ OUTER = {
     "counted loop": lambda f, a, b, s, o: lax.fori_loop(0, 2, lambda i, c: f(c @ s[i]) + b, a),
     "map": lambda f, a, b, s, o: lax.map(f, jnp.stack([a, b * 0.5])).sum(0),
     "vmap over ws": lambda f, a, b, s, o: jax.vmap(lambda w: f(a @ w))(s).mean(0),
-    "vmap over keys": lambda f, a, b, s, o: jax.vmap(lambda k: f(dropout(a, k)))(jax.random.split(o.key, 2)).sum(0),
     "jit with w": lambda f, a, b, s, o: jax.jit(lambda x, w: f(x) @ w)(a, s[0]),
     "called twice": called_twice,
     "remat of names": lambda f, a, b, s, o: jax.checkpoint(

@@ -22,14 +22,13 @@ How a derivative of the rule treats a saved object:
 - An output that is marked as not differentiable is a constant, unless it is an input, but what `forward` computes from
   it is an intermediate. The caller of the layer gets it with a zero derivative.
 
-In forward mode, the tangent of the outputs is the Jacobian of reverse mode times the tangent of the inputs. A Ref is an
-argument of the functions, which then have a first derivative only.
+In forward mode, the tangent of the outputs is the Jacobian of reverse mode times the tangent of the inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +40,11 @@ from .classes import function_of
 Tensors = tuple[jax.Array, ...]
 
 
-def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any = None) -> Callable[..., Tensors]:
+def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callable[..., Tensors]:
     """Return the layer as a function of its tensors, with derivatives up to that order."""
     non_differentiable = {layer.origin(name) for name in layer.non_differentiable}
 
-    def forward(ref: Any, *xs: jax.Array) -> Tensors:
-        if layer.ref_writer == "forward":
-            ref[...] += 1.0
+    def forward(*xs: jax.Array) -> Tensors:
         scope = _scope(layer, constants, xs, {})
         return tuple(jnp.asarray(scope[layer.origin(name)]) for name in layer.outputs)
 
@@ -56,7 +53,7 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any =
         function = _with_rule(function, layer, constants, non_differentiable)
 
     def of_tensors(*xs: jax.Array) -> Tensors:
-        ys = zip(layer.outputs, function(ref, *xs), strict=True)
+        ys = zip(layer.outputs, function(*xs), strict=True)
         return tuple(jax.lax.stop_gradient(y) if layer.origin(name) in non_differentiable else y for name, y in ys)
 
     return of_tensors
@@ -94,23 +91,21 @@ def _with_rule(
         is_constant = origin in non_differentiable and origin not in layer.inputs
         return jax.lax.stop_gradient(scope[name]) if is_constant else scope[name]
 
-    def fwd(ref: Any, *xs: jax.Array) -> Any:
-        ys = inner(ref, *xs)
+    def fwd(*xs: jax.Array) -> Any:
+        ys = inner(*xs)
         scope = _scope(layer, constants, xs, {name: ys[i] for name, i in computed.items()})
-        return ys, ([saved_value(name, scope, ys) for name, _ in layer.saved], xs, ref)
+        return ys, ([saved_value(name, scope, ys) for name, _ in layer.saved], xs)
 
     def bwd(residuals: Any, cotangents: Tensors) -> tuple[Any, ...]:
-        saved, xs, ref = residuals
+        saved, xs = residuals
         pairs = zip(layer.outputs, cotangents, strict=True)
         cotangents = [jnp.zeros_like(d) if layer.origin(name) in non_differentiable else d for name, d in pairs]
-        if layer.ref_writer == "backward":
-            ref[...] += sum((jnp.sum(d) for d in cotangents), jnp.zeros((), cotangents[0].dtype))
 
         def gradient(name: str, x: jax.Array, terms: Any) -> jax.Array:
             values = [term.value(saved, cotangents[term.output]) for term in terms or []]
             return sum((layer.fitted(value, name, keep_broadcast=False) for value in values), jnp.zeros_like(x))
 
-        return None, *map(gradient, layer.inputs, xs, layer.gradients)
+        return tuple(map(gradient, layer.inputs, xs, layer.gradients))
 
     function = jax.custom_vjp(inner)
     function.defvjp(fwd, bwd)
@@ -252,29 +247,32 @@ POLICIES = {
 }
 
 
-class Step(NamedTuple):
-    """A derivative or transform, as a function of a function and a parameter."""
-
-    package: Callable[..., Any]  # applied to the layers of the package
-    reference: Callable[..., Any]  # gives the same numbers; applied to the reference
-
-
-STEPS = {
-    "": Step(_unchanged, _unchanged),
-    "grad": Step(_grad, _grad),
-    "vjp": Step(_vjp, _vjp),
-    "jacrev": Step(jax.jacrev, jax.jacrev),
-    "jvp": Step(_jvp, _jvp_in_reverse),
-    "linearize": Step(_linearize, _jvp_in_reverse),
-    "jacfwd": Step(jax.jacfwd, jax.jacrev),
-    "jit": Step(lambda f, _: jax.jit(f), _unchanged),
-    "remat": Step(lambda f, policy: jax.checkpoint(f, policy=POLICIES.get(policy)), _unchanged),
-    "vmap": Step(_vmap, _one_by_one),
-    "scan": Step(_scan, _twice),
-    "cond": Step(_cond, _unchanged),
+PACKAGE_STEPS = {
+    "": _unchanged,
+    "grad": _grad,
+    "vjp": _vjp,
+    "jacrev": jax.jacrev,
+    "jvp": _jvp,
+    "linearize": _linearize,
+    "jacfwd": jax.jacfwd,
+    "jit": lambda f, _: jax.jit(f),
+    "remat": lambda f, policy: jax.checkpoint(f, policy=POLICIES.get(policy)),
+    "vmap": _vmap,
+    "scan": _scan,
+    "cond": _cond,
 }
-PACKAGE_STEPS = {name: step.package for name, step in STEPS.items()}
-REFERENCE_STEPS = {name: step.reference for name, step in STEPS.items()}
+# A `jax.custom_vjp` has no forward mode. In a vmap or scan, JAX refuses some of these functions, and it gives other
+# numbers for one that returns a constant.
+REFERENCE_STEPS = PACKAGE_STEPS | {
+    "jvp": _jvp_in_reverse,
+    "linearize": _jvp_in_reverse,
+    "jacfwd": jax.jacrev,
+    "jit": _unchanged,
+    "remat": _unchanged,
+    "vmap": _one_by_one,
+    "scan": _twice,
+    "cond": _unchanged,
+}
 DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
 
 
@@ -282,39 +280,28 @@ DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
 
 
 def run_package(case: Case, package: Any) -> Any:
-    """Return the results of a case, and the value of its Ref, by layers of `package`."""
+    """Return the results of a case, by layers of `package`."""
     constants = _arrays(case, CONSTANTS)
 
     def run() -> Any:
-        ref = _ref(case)
-        layers = {layer.name: function_of(layer, package, constants, ref) for layer in case.layers}
+        layers = {layer.name: function_of(layer, package, constants) for layer in case.layers}
         program = _in_block(case, "inside", package, _program(case, layers, constants, PACKAGE_STEPS))
-        return _apply_steps(case, program, PACKAGE_STEPS), None if ref is None else ref[...]
+        return _apply_steps(case, program, PACKAGE_STEPS)
 
-    # JAX compiles a jitted function that closes over a Ref only within another one.
-    return _in_block(case, "outside", package, jax.jit(run) if _has_ref(case) else run)()
+    return _in_block(case, "outside", package, run)()
 
 
 def run_reference(case: Case) -> Any:
-    """Return the results of a case, and the value of its Ref, by the reference."""
+    """Return the results of a case, by the reference."""
     order = sum(name in DERIVATIVES for name, _ in case.steps)
 
     def run() -> Any:
-        ref, constants = _ref(case), _arrays(case, CONSTANTS)
-        layers = {layer.name: reference_of(layer, constants, order, ref) for layer in case.layers}
-        program = _program(case, layers, constants, REFERENCE_STEPS)
-        return _apply_steps(case, program, REFERENCE_STEPS), None if ref is None else ref[...]
+        constants = _arrays(case, CONSTANTS)
+        layers = {layer.name: reference_of(layer, constants, order) for layer in case.layers}
+        return _apply_steps(case, _program(case, layers, constants, REFERENCE_STEPS), REFERENCE_STEPS)
 
     # Jitted, because the reference takes four times as long operation by operation.
     return jax.jit(run)()
-
-
-def _has_ref(case: Case) -> bool:
-    return any(layer.ref_writer for layer in case.layers)
-
-
-def _ref(case: Case) -> Any:
-    return jax.new_ref(jnp.zeros((), case.dtype)) if _has_ref(case) else None
 
 
 def _arrays(case: Case, names: Any) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import pytest
 
 import pylayer_jax
 
-from .cases import Case, Layer, Statement, Term
+from .cases import Case
 from .draw import draw
-from .reference import reference_of, run_package, run_reference
+from .reference import run_package, run_reference
 
 
 def may_refuse(case: Case, error: str) -> bool:
@@ -70,25 +70,3 @@ def test_generated_layers(first):
         assert may_refuse(case, message), f"{case}\n{message}"
         refused.append(case.seed)
     assert len(refused) <= CHUNK // 2, f"refused: {refused}"
-
-
-@pytest.mark.parametrize(("saved", "expected"), [("u0", 0.0), ("u1", 2.0)])
-def test_reference_of_a_marked_output(saved, expected):
-    """Differentiate a saved value that is computed from an output marked as not differentiable, but not that output.
-
-    Such layers are rare among those that are drawn.
-    """
-    layer = Layer(
-        name="l0",
-        dialect="PyLayer",
-        arguments=["a"],
-        kinds=["positional"],
-        shapes={"a": ()},
-        body=[Statement("u0", "sin", ("a",)), Statement("u1", "plus", ("u0", "u0"))],
-        returned=("a", "u0"),
-        saved=[(saved, "save")],
-        gradients=[[Term(0, "times", "one", (0, 0)), Term(1, "half", "one", (0, 0))]],
-        non_differentiable=["u0"],
-    )
-    second = jax.grad(jax.grad(lambda x: reference_of(layer, {}, order=2)(x)[0]))
-    np.testing.assert_allclose(second(0.3), expected * np.cos(0.3), rtol=1e-6)

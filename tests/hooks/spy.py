@@ -16,6 +16,8 @@ from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SAME_AS, SEC
 
 # A `with` block at top level that packs nothing warns: see test_origins.py.
 IDLE = pytest.mark.filterwarnings("ignore:.* 0 tensors packed:UserWarning")
+# A limit that cannot be kept warns: see test_limit.py.
+AT_LEAST = pytest.mark.filterwarnings("ignore:recompute_saved. .* the least:UserWarning")
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -77,19 +79,24 @@ def tanh_slope(x):
     return 1 - jnp.tanh(x) ** 2
 
 
-def counted_step(f=tanh_sum):
-    """The compiled gradient of `f`, and a list that grows each time it is traced."""
-    traced = []
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
-    def counted(x):
-        traced.append(None)
-        return f(x)
 
-    return jax.jit(jax.grad(counted)), traced
+def relative_error(found, expected, at_least=0.0):
+    """Return the norm of the error of a tree over that of the expected one, or over `at_least`."""
+    found, expected = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, expected))
+    return float(np.linalg.norm(found - expected) / max(at_least, np.linalg.norm(expected)))
 
 
 def bytes_held(pullback):
     return sum({id(x): x.nbytes for x in jax.tree.leaves(pullback)}.values())
+
+
+def assert_close(found, expected, tolerance):
+    """Assert that the largest error is small next to the largest entry."""
+    assert found.dtype == expected.dtype
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def temporary_bytes(f, *args):

@@ -17,6 +17,7 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import Tanh, layer
+from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import GRADIENTS, IDLE, TRANSFORMS, Held, in_block, tanh_slope, tanh_sum, without_hooks
 
@@ -52,10 +53,10 @@ def scanned(f):
 
 
 # A block around the differentiation reaches the layer alone; one inside, the operations too.
-SOME = ["grad", "jit_of_grad", "grad_of_jit", "vmap_of_grad", "grad_of_grad"]
-PLACES = [(name, place) for place in ("around", "block") for name in SOME] + [("grad", "decorator")]
-PLACES += [(name, "block") for name in ("eager_vmap", "grad_of_vmap", "jit_of_scan", "scan", "cond", "shard_map")]
-PLACES += [(name, "block") for name in ("named_sharding", "ahead_of_time", "jit_of_grad_of_grad")]
+PLACES = [(name, place) for place in ("around", "block") for name in ("grad", "jit_of_grad", "vmap_of_grad")]
+PLACES += [("grad", "decorator"), ("grad_of_grad", "around"), ("jit_of_grad_of_grad", "block")]
+PLACES += [(name, "block") for name in ("grad_of_jit", "eager_vmap", "grad_of_vmap", "jit_of_scan", "scan", "cond")]
+PLACES += [(name, "block") for name in ("shard_map", "named_sharding", "ahead_of_time")]
 PLACES += [pytest.param("eager_shard_map", "around", marks=pytest.mark.slow)]
 expected_of_plain = without_hooks(plain, (X,))
 
@@ -112,34 +113,26 @@ def test_eager_objects_die_with_the_vjp_function():
     assert len(host) == 0
 
 
-def softmax(x):
-    return jnp.sum(jax.nn.softmax(x) ** 2)
-
-
-# A function, what is made of it, and how many objects are held after one step.
+# What is made of the function, and how many objects are held after one step.
 STEPS = {
-    "jit of grad": (plain, lambda f: jax.jit(jax.grad(f)), 3),
-    "grad of jit": (plain, lambda f: jax.grad(jax.jit(f)), 3),
-    "jit of grad of scan": (plain, lambda f: jax.jit(jax.grad(scanned(f))), 15),
+    "jit of grad": (lambda f: jax.jit(jax.grad(f)), 3),
+    "grad of jit": (lambda f: jax.grad(jax.jit(f)), 3),
+    "jit of grad of scan": (lambda f: jax.jit(jax.grad(scanned(f))), 15),
     "jit of scan of grad": (
-        plain,
         lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (c - jax.grad(f)(c), None), x, None, length=5)[0]),
         3,
     ),
-    "jit of grad of softmax": (softmax, lambda f: jax.jit(jax.grad(f)), None),  # by how XLA computes it
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_training_loop_does_not_grow(name):
-    host, (function, transform, count) = Host(), STEPS[name]
-    step = transform(host.hooks(function))
-    x = step(X)
-    count = count or len(host)
+    host, (transform, count) = Host(), STEPS[name]
+    step = transform(host.hooks(plain))
     for _ in range(20):
         x = step(X)
-    assert len(host) == count > 0
-    np.testing.assert_allclose(x, transform(function)(X), rtol=1e-5, atol=1e-6)
+    assert len(host) == count
+    np.testing.assert_allclose(x, transform(plain)(X), rtol=1e-5, atol=1e-6)
     host.hooks.close()
     assert len(host) == 0
 
@@ -186,55 +179,30 @@ def nothing_is_logged():
 @pytest.mark.parametrize("hook", ["pack", "unpack"])
 def test_a_step_that_raised_in_a_hook_leaks_nothing(hook, nothing_is_logged):
     host, calls = Host(), []
+    works = getattr(host, hook)
 
-    def failing_at_times(function):
-        def run(x):
-            calls.append(None)
-            if len(calls) % 4 == 3:
-                raise OSError("disk full")
-            return function(x)
+    def fails_at_times(x):
+        calls.append(None)
+        if len(calls) % 4 == 3:
+            raise OSError("disk full")
+        return works(x)
 
-        return run
-
-    setattr(host, hook, failing_at_times(getattr(host, hook)))
+    setattr(host, hook, fails_at_times)
     host.hooks = saved_tensors_hooks(host.pack, host.unpack, host=True)
     step = jax.jit(jax.grad(scanned(in_block(host.hooks, tanh_sum))))
     messages, sizes = [], []
-    for _ in range(12):
+    for _ in range(40):
         try:
             step(X).block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             messages.append(str(error))
         sizes.append(len(host))
-    assert len(messages) > 3
+    assert len(messages) > 10
     assert all(re.search(rf"(?s){hook}_hook.*Tanh.*disk full", m) for m in messages)
     assert max(sizes) <= 10
 
 
-def test_failing_steps_leave_nothing_of_the_other_hooks(nothing_is_logged):
-    host, fails = Host(), [False]
-
-    def pack(x):
-        if fails[0] and x.shape == (3,):
-            raise OSError("disk full")
-        return host.pack(x)
-
-    def loss(x):
-        return jnp.sum(jnp.sin(jnp.tanh(x)).sum(0) ** 3)
-
-    host.hooks = saved_tensors_hooks(pack, host.unpack, host=True)
-    step = jax.jit(jax.grad(host.hooks(loss)))
-    expected = step(X)
-    n_held = len(host)
-    for i in range(121):
-        fails[0] = i % 30 != 0
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            np.testing.assert_allclose(step(X), expected)
-        assert i % 60 or len(host) <= n_held
-    assert len(host) <= n_held
-
-
-@pytest.mark.parametrize("mode", [lambda f: f, jax.jit])
+@EAGER_AND_JIT
 def test_branches_of_a_batch(mode):
     # The gradient of a branch that an example did not take gets zeros as tokens.
     def loss(tanh):

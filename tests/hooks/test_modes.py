@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import by_name, cast_saved, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
 from tests.kit.case import grid
 from tests.kit.layers import Tanh
 from tests.kit.modes import MODES, STAGED
 
-pytestmark = pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning")  # not each function has a `sin`
+from .spy import AT_LEAST, assert_close
+
+# Not each function has a `sin`.
+pytestmark = [AT_LEAST, pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning")]
 
 X = grid(8, 32)
 
@@ -38,54 +41,44 @@ PACKERS = {
     "8 bits": (lambda _: quantize_saved(8), 0.03),
     "cpu": (lambda _: save_on_cpu(), 1e-5),
     "disk": (save_on_disk, 1e-5),
+    "limit": (lambda _: recompute_saved(limit=0), 1e-5),
     "by name": (lambda _: by_name({"sin": cast_saved(), ...: quantize_saved(8)}), 0.03),
     "host": (lambda _: of_host(), 1e-5),
 }
 
 
-def both(*contexts):
-    stack = contextlib.ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack
+@contextlib.contextmanager
+def debug_nans_and_disable_jit():
+    with jax.debug_nans(True), jax.disable_jit():
+        yield
 
 
 FLAGS = {
     "debug_nans": lambda: jax.debug_nans(True),
     "debug_infs": lambda: jax.debug_infs(True),
-    "disable_jit": lambda: jax.disable_jit(),
-    "debug_nans and disable_jit": lambda: both(jax.debug_nans(True), jax.disable_jit()),
-    "debug_infs and disable_jit": lambda: both(jax.debug_infs(True), jax.disable_jit()),
+    "disable_jit": jax.disable_jit,
+    "debug_nans and disable_jit": debug_nans_and_disable_jit,
     "x64": lambda: jax.enable_x64(True),
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "checking_leaks": lambda: jax.checking_leaks(),
+    "checking_leaks": jax.checking_leaks,
 }
+RUNS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit", "vmap", "scan")}
+
+
+def met(flags):
+    """Return pairs of hooks with each flag: all in eager mode and with jit inside, and two in each way to run."""
+    return [
+        pytest.param(flag, packer, run, marks=[] if "disable_jit" in flag and run == "grad-jit" else pytest.mark.slow)
+        for flag in flags
+        for packer in PACKERS
+        for run in RUNS
+        if run in ("grad", "grad-jit") or packer in ("8 bits", "host")
+    ]
 
 
 def loss(x):
     chosen = jnp.where(x > 0, jnp.tanh(x) * jnp.sin(x), jnp.sin(x))
     return jnp.sum(Tanh.apply(chosen) * jnp.exp(-(chosen * chosen)))
-
-
-RUNS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit", "vmap", "scan")}
-
-
-FOR_ALL = ("grad", "grad-jit")  # the ways to run that each pair meets
-
-
-def met(flags):
-    pairs = [(packer, run) for packer in PACKERS for run in RUNS if run in FOR_ALL or packer in ("8 bits", "host")]
-    core = {(packer, run) for packer in ("cast", "8 bits", "host") for run in FOR_ALL}
-    return [
-        pytest.param(flag, *pair, marks=[] if "disable_jit" in flag and pair in core else pytest.mark.slow)
-        for flag in flags
-        for pair in pairs
-    ]
-
-
-def check(found, expected, tolerance):
-    assert found.dtype == expected.dtype
-    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("flag", "packer", "run"), met(FLAGS))
@@ -94,7 +87,7 @@ def test_a_packer_under_a_flag(flag, packer, run, tmp_path):
     expected = RUNS[run](loss)(X)
     with FLAGS[flag]():
         found = RUNS[run](make(tmp_path)(loss))(X)
-    check(found, expected, tolerance)
+    assert_close(found, expected, tolerance)
 
 
 def without_layer(x):
@@ -115,7 +108,7 @@ def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
         (expected,) = plain(one)
     with jax.enable_x64(not forward):
         (found,) = pull(one)
-    check(np.asarray(found), np.asarray(expected), tolerance)
+    assert_close(np.asarray(found), np.asarray(expected), tolerance)
 
 
 # -- a NaN of the user's own -----------------------------------------------------------------------------
@@ -152,6 +145,12 @@ def test_a_nan_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer
     assert lines >= least
 
 
+@pytest.mark.parametrize("packer", PACKERS)
+def test_a_nan_within_a_function_of_jax_is_not_reported(packer, tmp_path):
+    with jax.debug_nans(True):
+        jax.grad(PACKERS[packer][0](tmp_path)(lambda x: jnp.sum(jnp.sin(x) * x.var())))(X)
+
+
 def makes_nan_of_a_packed_infinity(x):
     large = jnp.exp(1e4 * (1 + 0 * jnp.sin(x[0])))  # 8 bits restore it as NaN, from which backward broadcasts it again
     return jnp.sum(jnp.outer(jnp.exp(jnp.sin(x[0])), large))
@@ -171,10 +170,10 @@ def makes_infinity(x):
 @pytest.mark.parametrize("packer", PACKERS)
 def test_an_infinity_in_a_recomputed_tensor_is_reported(packer, tmp_path):
     with jax.debug_infs(True):
-        found = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X, makes_infinity)
-        expected = where(jax.grad(jax.jit(makes_infinity)), X, makes_infinity)
-    assert found[0] == expected[0]
-    assert found[1] >= expected[1]
+        text, lines = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X, makes_infinity)
+        expected, least = where(jax.grad(jax.jit(makes_infinity)), X, makes_infinity)
+    assert text == expected
+    assert lines >= least
 
 
 def test_a_block_of_nan_is_packed_without_infinity():
@@ -189,5 +188,5 @@ def test_a_block_of_nan_is_packed_without_infinity():
 def test_a_host_hook_owns_its_array(run):
     given = np.array(X)
     total = lambda x: jnp.sum(without_layer(x))  # noqa: E731
-    check(RUNS[run](of_host()(total))(given), RUNS[run](total)(X), 1e-5)
+    assert_close(RUNS[run](of_host()(total))(given), RUNS[run](total)(X), 1e-5)
     np.testing.assert_array_equal(given, X)  # the hook did not write into the caller's array

@@ -1,6 +1,8 @@
-"""saved_tensors_hooks under several derivatives of one function, in forward mode, and in the caches of jit."""
+"""saved_tensors_hooks under several derivatives of one function, in forward mode, and in compiled programs."""
 
 from __future__ import annotations
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.kit.layers import ForwardTanh, Multiply, Square, Tanh, bits, layer
 from tests.kit.modes import EAGER_AND_JIT, MODES, STAGED
 
-from .spy import GRADIENTS, Spy, X, counted_step, in_block, noting, tanh_slope, tanh_sum
+from .spy import Spy, X, in_block, noting, tanh_slope, tanh_sum
 
 
 def test_once_differentiable_under_hooks():
@@ -114,12 +116,13 @@ AROUND = {
     **{name: STAGED[name] for name in ("jit", "scan", "cond", "checkpoint")},
     "vmap of checkpoint": lambda f: jax.vmap(jax.checkpoint(lambda x: f(x[None])[0])),
 }
-FORWARD = {"jvp": DERIVATIVES["jvp"], "jacfwd of jacfwd": lambda f: jax.jacfwd(jax.jacfwd(lambda x: f(x)[0]))}
+FORWARD = {name: DERIVATIVES[name] for name in ("jvp", "reverse over forward")}
+FORWARD |= {"jacfwd of jacfwd": lambda f: jax.jacfwd(jax.jacfwd(lambda x: f(x)[0]))}
 
 
 @pytest.mark.parametrize(
     ("around", "derivative"),
-    [*((name, "jvp") for name in AROUND), ("jit", "jacfwd of jacfwd"), ("scan", "jacfwd of jacfwd")],
+    [*itertools.product(AROUND, ["jvp"]), *itertools.product(("jit", "scan"), list(FORWARD)[1:])],
 )
 def test_it_passes_through_a_block(around, derivative):
     packed = []
@@ -128,14 +131,6 @@ def test_it_passes_through_a_block(around, derivative):
     got = FORWARD[derivative](AROUND[around](hooked))(ROWS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), got, expected)
     assert around != "eager" or not packed
-
-
-def test_reverse_over_forward():
-    def slope(f):
-        return jax.grad(jax.jit(lambda x: jax.jvp(f, (x,), (x,))[1].sum()))(ROWS)
-
-    plain = lambda x: jnp.sin(x @ W) * x  # noqa: E731
-    np.testing.assert_allclose(slope(in_block(noting([], differentiable=True), plain)), slope(plain), rtol=1e-5)
 
 
 @EAGER_AND_JIT
@@ -163,40 +158,7 @@ def test_jacobian_under_hooks():
             np.testing.assert_allclose(run(TWO, TWO + 1), [jnp.diag(TWO + 1), jnp.diag(TWO)], rtol=1e-6)
 
 
-def test_hooks_pack_once_what_forward_mode_keeps():
-    def loss(x):
-        return ForwardMultiply.apply(x, x + 1).sum()
-
-    for differentiate in GRADIENTS:
-        spy = Spy()
-        with spy.hooks:
-            np.testing.assert_allclose(differentiate(loss)(TWO), 2 * TWO + 1, rtol=1e-6)
-        assert spy.log == ["pack", "pack", "unpack", "unpack"]
-    for run in (lambda f: f, jax.jit):
-        with bits():
-            np.testing.assert_allclose(run(jax.grad(lambda x: jax.grad(loss)(x).sum()))(TWO), [2, 2], rtol=1e-6)
-
-
-# -- when a function is traced again, and what is compiled -----------------------------------------
-
-
-def test_jit_traces_again_for_other_hooks_and_not_for_the_same():
-    step, traced = counted_step()
-    one, two = Spy(), Spy()
-    step(X)
-    assert (len(traced), one.counts()) == (1, (0, 0))  # compiled without hooks
-    for _ in range(3):
-        with one.hooks:
-            step(X)
-    assert (len(traced), one.counts()) == (2, (1, 1))
-    with saved_tensors_hooks(one.pack, one.unpack):  # an equal pair
-        step(X)
-    assert len(traced) == 2
-    with two.hooks:
-        step(X)
-    assert (len(traced), two.counts()) == (3, (1, 1))
-    step(X)
-    assert len(traced) == 3
+# -- what is compiled ------------------------------------------------------------------------------
 
 
 def test_hooks_that_cannot_be_hashed():

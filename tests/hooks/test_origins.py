@@ -1,8 +1,9 @@
-"""Tensors are chosen by where they come from: class, name, operation, layer; and a choice of nothing warns."""
+"""Tensors are chosen by a predicate or by where they come from; and a choice of nothing warns."""
 
 from __future__ import annotations
 
-import functools
+import copy
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,19 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu
-from tests.kit.layers import Multiply, Tanh, layer
-from tests.kit.modes import EAGER_AND_JIT
+from pylayer_jax.packers import (
+    by_name,
+    cast_saved,
+    chain,
+    quantize_saved,
+    recompute_saved,
+    save_on_cpu,
+    save_on_disk,
+)
+from tests.kit.layers import Multiply, Square, Tanh, layer
+from tests.kit.modes import EAGER_AND_JIT, STAGED
 
-from .spy import bytes_held, in_block, noting
+from .spy import bytes_held, in_block, noting, tanh_sum
 
 T, W = 32, 64
 X = jnp.linspace(-1.0, 1.0, T * W).reshape(T, W)
@@ -23,67 +32,21 @@ PARAMETERS = {name: jnp.eye(W) * 0.3 + 0.01 for name in ("q", "k", "v", "o", "m"
 
 
 class Attention:
-    """Its output has a name, before or after it is reshaped."""
-
-    def __init__(self, named):
-        self.named = named
-
     def __call__(self, p, x):
         q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
-        scores = jax.nn.softmax(q @ k.T)
-        o = (scores @ v).reshape(T, 2, -1)
-        if self.named == "before":
-            o = checkpoint_name(o, "attended").reshape(T, W)
-        else:
-            o = checkpoint_name(o.reshape(T, W), "attended")
-        return o @ p["o"]
+        o = (jax.nn.softmax(q @ k.T) @ v).reshape(T, 2, -1)
+        return checkpoint_name(o, "attended").reshape(T, W) @ p["o"]
 
 
 class Block:
-    def __init__(self, named):
-        self.attention = Attention(named)
-
     def __call__(self, p, x):
-        x = x + self.attention(p, x)
+        x = x + Attention()(p, x)
         with jax.named_scope("feed_forward"):
             return x + Tanh.apply(x @ p["m"]) * 2.0
 
 
-@functools.cache
-def loss_of(named="before", n=2):
-    block = Block(named)
-
-    def loss(p, x):
-        for _ in range(n):
-            x = block(p, x)
-        return jnp.sum(x**2)
-
-    return loss
-
-
-@functools.cache
-def gradient_of_loss(named):
-    return jax.jit(jax.grad(loss_of(named)))(PARAMETERS, X)
-
-
-@EAGER_AND_JIT
-@pytest.mark.parametrize(
-    ("key", "named"),
-    [("Attention", "before"), ("attended", "before"), ("attended", "after"), ("exp", "before"), ("loss", "before")],
-)
-def test_each_key_names_tensors(key, named, mode):
-    kept, rest = [], []
-    for pairs in (
-        {key: noting(kept, differentiable=True), ...: None},
-        {key: None, ...: noting(rest, differentiable=True)},
-    ):
-        got = mode(jax.grad(by_name(pairs)(loss_of(named))))(PARAMETERS, X)
-        for name, expected in gradient_of_loss(named).items():
-            np.testing.assert_allclose(got[name], expected, rtol=2e-3, atol=1e-3)  # float32; equal with x64
-    shapes = {"attended": {(T, W)}, "exp": {(T, T)}}
-    assert shapes.get(key, set(kept)) == set(kept) != set()
-    assert len(kept) == (2 if key in shapes else len(kept))
-    assert rest
+def loss_of_blocks(p, x):
+    return jnp.sum(Block()(p, Block()(p, x)) ** 2)
 
 
 # -- each kind of name in each transform ------------------------------------------------------------
@@ -109,8 +72,11 @@ def in_scope(x):
         return jnp.exp(x) * jnp.sinh(x)
 
 
-def named_product(x):
-    y = checkpoint_name(x @ (jnp.eye(3) + 0.1), "product")
+def product(x):
+    return checkpoint_name(x @ (jnp.eye(3) + 0.1), "product")
+
+
+def sine_times(y):
     return jnp.sin(y) * y
 
 
@@ -118,7 +84,9 @@ def named_product(x):
 NAMED = {
     "layer": ("Cosine", lambda x: Cosine.apply(jnp.sin(x))),
     "saved_names": ("cosine", lambda x: NamedCosine.apply(jnp.sin(x))),
-    "checkpoint_name": ("product", named_product),
+    "entry": ("saved[0]", lambda x: Cosine.apply(jnp.sin(x))),
+    "checkpoint_name": ("product", lambda x: sine_times(product(x))),
+    "what moves a named tensor": ("product", lambda x: sine_times(product(x).T).T),
     "primitive": ("sin", lambda x: jnp.exp(jax.lax.sin(jax.lax.sin(x) * 2.0))),
     "function of jax.numpy": ("sinh", lambda x: jnp.exp(jnp.sinh(x))),
     "class": ("Module", lambda x: jnp.sin(Module()(x))),
@@ -153,10 +121,8 @@ PLACES = {
 ROWS = jnp.linspace(0.1, 0.9, 12).reshape(4, 3)
 
 
-def is_kept(kind, place):
-    return place != "checkpoint" and (
-        place != "checkpoint that saves names" or kind in ("saved_names", "checkpoint_name")
-    )
+def is_kept(key, place):
+    return place != "checkpoint" and (place != "checkpoint that saves names" or key in ("product", "cosine"))
 
 
 @EAGER_AND_JIT
@@ -167,11 +133,11 @@ def test_a_name_is_the_same_in_each_transform(kind, place, mode):
     kept, rest = [], []
     g = lambda x: jnp.sum(PLACES[place](f)(x) ** 2)  # noqa: E731
     run = mode(jax.grad(by_name({key: noting(kept, differentiable=True), ...: noting(rest, differentiable=True)})(g)))
-    if is_kept(kind, place):
+    if is_kept(key, place):
         got = run(ROWS)
         assert kept
     else:
-        with pytest.warns(UserWarning, match=rf"'{key}'.*jax\.checkpoint"):
+        with pytest.warns(UserWarning, match=rf"'{re.escape(key)}'.*jax\.checkpoint"):
             got = run(ROWS)
     np.testing.assert_allclose(got, jax.grad(g)(ROWS), rtol=1e-5)
 
@@ -227,7 +193,7 @@ def test_a_predicate_gets_the_functions_around(is_loop, mode):
         return True
 
     def loss(p, x):
-        block = Block("before")
+        block = Block()
         step = lambda c, _: (block(p, c), None)  # noqa: E731
         return jnp.sum((jax.lax.scan(step, x, None, length=3) if is_loop else step(x, None))[0] ** 2)
 
@@ -290,7 +256,7 @@ def twice(run):
 
 @EAGER_AND_JIT
 def test_a_key_that_names_nothing_warns_once_and_lists_names(mode):
-    f = by_name({"Tahn": save_on_cpu(), "true_divide": save_on_cpu(), ...: None})(loss_of())
+    f = by_name({"Tahn": save_on_cpu(), "true_divide": save_on_cpu(), ...: None})(loss_of_blocks)
     with pytest.warns(UserWarning, match="'Tahn'.*mean 'Tanh'") as caught:
         twice(lambda: mode(jax.grad(f))(PARAMETERS, X))
     (warning,) = caught
@@ -304,7 +270,7 @@ def test_a_key_that_names_nothing_warns_once_and_lists_names(mode):
 def test_a_predicate_that_is_never_true_warns_once(mode):
     pair = quantize_saved(8, only=lambda x, info: info.layer == "Tahn")
     with pytest.warns(UserWarning, match="only") as caught:
-        twice(lambda: mode(jax.grad(pair(loss_of())))(PARAMETERS, X))
+        twice(lambda: mode(jax.grad(pair(loss_of_blocks)))(PARAMETERS, X))
     assert len(caught) == 1
     assert "Tanh" in str(caught[0].message)
 
@@ -325,6 +291,7 @@ WRONG_PLACES = {
     "nested jit": lambda pair: pair(jax.jit(lambda x: jax.jit(jax.grad(plain_loss))(x) * 2)),
     "eager grad": lambda pair: pair(jax.grad(plain_loss)),
     "grad of jit": lambda pair: pair(jax.grad(jax.jit(plain_loss))),
+    "a pair that needs a plan": lambda _: recompute_saved(limit=1e9)(jax.grad(plain_loss)),
 }
 
 
@@ -338,22 +305,16 @@ def test_a_block_in_the_wrong_place_warns_although_an_equal_pair_packed_in_the_r
     assert len(caught) == 1
 
 
-def test_a_loss_with_a_gradient_inside_does_not_warn_once_it_was_differentiated():
-    energy = lambda x: jnp.sum(jnp.tanh(x) ** 2)  # noqa: E731
-    loss = quantize_saved(8, block_size=56)(lambda x: jnp.sum((jax.grad(energy)(x) - x) ** 2))
+def test_an_equal_pair_that_packed_at_top_level_silences_the_warning():
+    loss = quantize_saved(8, block_size=56)(lambda x: jnp.sum((jax.grad(plain_loss)(x) - x) ** 2))
     jax.grad(loss)(X)
     loss(X)
     quantize_saved(8, block_size=56)(lambda x: jnp.sum(jnp.linalg.solve(jnp.eye(T), x)))(X)
-
-
-def test_losses_and_right_steps_do_not_warn():
     step = jax.jit(jax.grad(quantize_saved(8, block_size=48)(lambda x: jnp.sum(Tanh.apply(x)))))
     for pair in (quantize_saved(8, block_size=48), quantize_saved(8, block_size=48)):
         evaluated = pair(jax.jit(plain_loss))
         twice(lambda evaluated=evaluated: evaluated(X))
         twice(lambda: step(X))
-    packing = cast_saved(jnp.float16)(jax.jit(jax.grad(lambda x: jnp.sum(Tanh.apply(x)))))
-    twice(lambda: packing(X))
 
 
 def test_what_does_not_warn():
@@ -362,8 +323,11 @@ def test_what_does_not_warn():
         layers(X)
     with cast_saved():  # an equal pair: JAX does not call its hooks again
         layers(X)
+    twice(lambda: cast_saved(jnp.float16)(layers)(X))
     cast_saved()(lambda x: jnp.sum(jnp.sin(x)))(X)  # a loss without its gradient
     by_name({"sin": cast_saved()})(lambda x: jnp.sum(x))(X)  # nothing is kept
+    penalized = cast_saved(only=lambda x: True)(lambda x: jnp.sum(jax.grad(plain_loss)(x) ** 2))
+    jax.grad(jax.jit(penalized))(X)
     with pytest.raises(KeyError), cast_saved():
         raise KeyError
 
@@ -375,3 +339,160 @@ def test_a_checkpoint_of_all_that_is_decorated_is_told_once():
     assert len(caught) == 1
     assert caught[0].filename == __file__
     jax.grad(cast_saved()(lambda x: jnp.sum(jnp.sin(jax.checkpoint(jnp.cos)(x)))))(X)  # of a part: silent
+
+
+# -- a predicate, and pairs by name --------------------------------------------------------------------
+
+
+SQUARE, ROW = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), jnp.linspace(0.5, 1.0, 64)
+
+
+def loss(w, x):
+    return jnp.sum(jnp.sin(Multiply.apply(Tanh.apply(x), w * jnp.ones((64, 1)))) * w)
+
+
+def is_wide(x):
+    return x.ndim > 1
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("host", [False, True], ids=["traced", "host"])
+def test_what_the_predicate_is_false_for_is_not_packed(host, mode):
+    seen = []
+    found = mode(jax.grad(noting(seen, host=host, only=is_wide)(loss)))(ROW, SQUARE)
+    np.testing.assert_allclose(found, jax.grad(loss)(ROW, SQUARE), rtol=1e-5, atol=1e-4)
+    assert seen
+    assert all(len(shape) > 1 for shape in seen)
+
+
+@pytest.mark.parametrize("packer", [save_on_cpu, cast_saved, quantize_saved, save_on_disk])
+def test_every_ready_pair_takes_it(packer, tmp_path):
+    arguments = (tmp_path,) if packer is save_on_disk else ()
+    nothing, wide = (packer(*arguments, only=only) for only in (lambda x: False, is_wide))
+    expected = jax.grad(loss)(ROW, SQUARE)
+    with pytest.warns(UserWarning, match="only"):
+        np.testing.assert_allclose(jax.grad(nothing(loss))(ROW, SQUARE), expected, rtol=1e-3)
+    np.testing.assert_allclose(jax.jit(jax.grad(wide(loss)))(ROW, SQUARE), expected, atol=0.2)
+
+
+NamedTanh = layer(base=Tanh, name="NamedTanh", saved_names=("y",))
+
+
+def test_each_eager_gradient_asks_the_predicate_again():
+    packed, is_on = [], {"only": False}
+    loss = noting(packed, only=lambda x: is_on["only"])(lambda x: jnp.sum(Square.apply(x)))
+    with pytest.warns(UserWarning, match="only"):
+        jax.grad(loss)(SQUARE)
+    assert not packed
+    is_on["only"] = True
+    jax.grad(loss)(SQUARE)
+    assert packed == [SQUARE.shape]
+
+
+@EAGER_AND_JIT
+def test_the_most_special_name_counts(mode):
+    first, second, third = [], [], []
+    hooks = by_name({"NamedTanh": noting(second), "y": noting(first), ...: noting(third)})
+    mode(jax.grad(hooks(lambda x: jnp.sum(jnp.sin(NamedTanh.apply(x))))))(SQUARE)
+    assert (len(first), len(second), len(third)) == (1, 0, 1)
+    kept = []
+
+    def named(x):
+        return jnp.sum(jnp.sin(checkpoint_name(x * x, "squares"))) + jnp.sum(checkpoint_name(x, "squares") @ x)
+
+    mode(jax.grad(by_name({"squares": noting(kept)})(named)))(SQUARE)
+    assert kept == [SQUARE.shape]
+
+
+def test_ready_pairs_by_name():
+    f = lambda x: jnp.sum(NamedTanh.apply(x)[:1]) + jnp.sum(Tanh.apply(x)[:2]) + jnp.sum(jnp.exp(x))  # noqa: E731
+    hooks = by_name(
+        {"y": save_on_cpu(), "Tanh": chain(quantize_saved(8), save_on_cpu()), "exp": None, ...: cast_saved()}
+    )
+    for run in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(run(jax.grad(hooks(f)))(SQUARE), jax.grad(f)(SQUARE), atol=0.02)
+    assert "cast_saved" in repr(copy.copy(hooks))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: by_name({}),
+        lambda: by_name([("y", None)]),
+        lambda: by_name({3: None}),
+        lambda: by_name({"y": jnp.sin}),
+        lambda: by_name({"y": cast_saved}),
+        lambda: by_name({"y": by_name({...: None})}),
+        lambda: chain(by_name({...: cast_saved()}), save_on_cpu()),
+    ],
+)
+def test_what_is_no_table_of_pairs(make):
+    with pytest.raises((TypeError, ValueError), match="by_name"):
+        make()
+
+
+def test_a_predicate_that_is_not_callable_or_asks_for_values():
+    with pytest.raises(TypeError, match="only"):
+        cast_saved(only=3)
+    with pytest.raises(TypeError, match=r"only(?s:.*)Tanh"):
+        jax.jit(jax.grad(cast_saved(only=lambda x: x.max() > 0)(tanh_sum)))(SQUARE)
+
+
+# Each computes a tensor with a name. Backward could keep an unnamed one instead, and compute the named one again.
+HIDDEN = {
+    "product": lambda x: checkpoint_name(x @ x.T, "hidden"),
+    "reshaped": lambda x: checkpoint_name((x @ x.T).reshape(-1), "hidden"),
+    "sum": lambda x: checkpoint_name(x @ x.T + 1, "hidden"),
+    "kept before": lambda x: checkpoint_name(jnp.tanh(x @ x.T), "hidden"),
+    "computed again": lambda x: checkpoint_name(jax.nn.gelu(x @ x.T), "hidden"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("place", [None, *STAGED])
+def test_a_named_tensor_is_kept_by_its_own_hooks(place, name):
+    def make_loss():
+        inner = lambda x: x + jnp.sum(jax.nn.gelu(HIDDEN[name](x)))  # noqa: E731
+        if place == "checkpoint":
+            return jax.checkpoint(
+                lambda x: jnp.sum(inner(x)), policy=jax.checkpoint_policies.save_only_these_names("hidden")
+            )
+        staged = STAGED[place](inner) if place else inner
+        return lambda x: jnp.sum(staged(x))
+
+    def make():
+        return by_name({"hidden": save_on_cpu(recompute=name != "computed again"), ...: None})
+
+    report = saved_tensors_report(make()(make_loss()), SQUARE)
+    # A cond of jax 0.10 returns both, the tanh and the named tensor.
+    assert report.host_bytes == SQUARE.nbytes or (place == "cond" and name == "kept before")
+    for mode in (lambda f: f, jax.jit):
+        pair = make()
+        mode(jax.grad(pair(make_loss())))(SQUARE)
+        assert ": 0 tensors packed" not in repr(pair)
+
+
+def test_a_tensor_of_an_earlier_operation_has_its_origin_where_another_keeps_it():
+    pair = save_on_cpu(only=lambda x, info: info.operation == "matmul")
+    report = saved_tensors_report(pair(lambda x: jnp.sum(jnp.tanh(2 * (x @ x.T)))), SQUARE)
+    assert report.host_bytes == SQUARE.nbytes
+
+
+@EAGER_AND_JIT
+def test_a_key_whose_tensors_are_computed_again_warns(mode):
+    loss = lambda x: jnp.sum((x @ x) * jnp.sin(x @ x))  # noqa: E731
+    with pytest.warns(UserWarning, match="'sin'.*recompute=False"):
+        mode(jax.grad(by_name({"sin": save_on_cpu(), ...: None})(loss)))(SQUARE)
+    mode(jax.grad(by_name({"sin": save_on_cpu(recompute=False), ...: None})(loss)))(SQUARE)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["plain", "jitted"])
+def test_what_is_excluded_is_not_computed_from_what_hooks_of_users_packed(mode):
+    def loss(x):
+        h = checkpoint_name(x @ x, "rounded")
+        return jnp.sum(h * jnp.cos(x)) + jnp.sum(-h * jnp.sin(x))
+
+    h, rounded = SQUARE @ SQUARE, lambda x: jnp.round(x * 4) / 4
+    pair = by_name({"rounded": saved_tensors_hooks(rounded, lambda x: x), ...: None})
+    expected = jax.grad(loss)(SQUARE) + (rounded(h) - h) * -jnp.sin(SQUARE)
+    np.testing.assert_allclose(jax.grad(pair(mode(loss)))(SQUARE), expected, rtol=1e-5, atol=1e-5)

@@ -9,56 +9,69 @@ import pytest
 
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved
-from tests.kit.layers import Multiply, Square, Tanh, bits, layer, loss
+from tests.kit.layers import ForwardTanh, Multiply, Square, Tanh, bits, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import GRADIENTS, IDLE, A, B, Spy, X, in_block, noting, tanh_slope, tanh_sum
 
-OPERATIONS = {
-    "plain operation": (jnp.multiply, 2),
-    "layer": (Multiply.apply, 2),
-    "jitted operation": (jax.jit(jnp.multiply), 2),
-    "jitted layer": (jax.jit(Multiply.apply), 2),
-    "custom_jvp": (lambda a, b: jax.nn.relu(a) * b, 4),  # the mask and the zeros of relu, and what is multiplied
-    "checkpoint": (jax.checkpoint(Multiply.apply), 2),
+
+@jax.custom_vjp
+def product(a, b):
+    return a * b
+
+
+product.defvjp(lambda a, b: (a * b, (a, b)), lambda saved, dy: (dy * saved[1], dy * saved[0]))
+ForwardMultiply = layer(base=Multiply, forward_mode=True)
+
+# A function, how many tensors a `with` block packs of it, and how many a decorator does.
+PACKED = {
+    "operation": (jnp.multiply, 2, 2),
+    "jitted operation": (jax.jit(jnp.multiply), 2, 2),
+    "layer": (Multiply.apply, 2, 2),
+    "layer with forward mode": (ForwardMultiply.apply, 2, 2),
+    "jitted layer": (jax.jit(Multiply.apply), 2, 2),
+    "layer in a checkpoint": (jax.checkpoint(Multiply.apply), 2, 2),
+    "custom_vjp": (product, 2, 2),
+    "one tensor in two places": (lambda a, b: Multiply.apply(a, a) + b, 1, 1),
+    "what is needed alone": (lambda a, b: a * jax.lax.stop_gradient(b), 1, 1),
+    "number": (lambda a, b: a * 3.0 + b, 0, 0),
+    "several that keep the same": (lambda a, b: Multiply.apply(a, b) + a * b + Multiply.apply(a, a), 5, 2),
+    "an output and an operand": (lambda a, b: Tanh.apply(a) * (2 * b), 3, 2),
+    "the same with forward mode": (lambda a, b: ForwardTanh.apply(a) * (2 * b), 3, 2),
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_numpy_arrays_stay_on_the_host(name):
-    # The first example of Paddle's document, and its second.
-    operation, packs = OPERATIONS[name]
-    log = []
+@pytest.mark.parametrize("differentiate", GRADIENTS)
+@pytest.mark.parametrize("name", PACKED)
+def test_how_many_tensors_are_packed_and_unpacked(name, differentiate):
+    function, by_block, by_decorator = PACKED[name]
 
+    def total(arguments):
+        return jnp.sum(function(*arguments))
+
+    expected = jax.grad(total)((A, B))
+    for hook, count in ((in_block, by_block), (lambda hooks, f: hooks(f), by_decorator)):
+        spy = Spy()
+        got = differentiate(hook(spy.hooks, total))((A, B))
+        for slope, wanted in zip(got, expected, strict=True):
+            np.testing.assert_allclose(slope, wanted, rtol=1e-6)
+        assert spy.counts() == (count, count)
+
+
+@pytest.mark.parametrize("operation", [jnp.multiply, Multiply.apply], ids=["operation", "layer"])
+def test_numpy_arrays_stay_on_the_host(operation):
+    # The first example of Paddle's document, and its second.
     def pack(x):
-        log.append(x)
+        assert isinstance(x, jax.Array)
+        assert not isinstance(x, jax.core.Tracer)
         return np.asarray(x)
 
     def unpack(x):
         assert type(x) is np.ndarray
         return jnp.asarray(x)
 
-    value, pullback = jax.vjp(lambda a, b: in_block(saved_tensors_hooks(pack, unpack), operation)(a, b).sum(), A, B)
-    np.testing.assert_allclose(value, (A * B).sum(), rtol=1e-6)
-    assert len(log) == packs
-    assert all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in log)
-    da, db = pullback(jnp.ones(()))
-    np.testing.assert_allclose(da, B)
-    np.testing.assert_allclose(db, A)
-
-
-def test_only_what_is_needed_is_packed():
-    spy = Spy()
-    jax.grad(in_block(spy.hooks, lambda a: jnp.sum(a * B)))(A)  # the gradient of a needs B alone
-    assert spy.counts() == (1, 1)
-
-
-def test_a_tensor_that_several_operations_keep_is_packed_once():
-    for jit in (lambda f: f, jax.jit):
-        spy = Spy()
-        total = spy.hooks(lambda a, b: jnp.sum(Multiply.apply(a, b) + a * b + Multiply.apply(a, a)))
-        jit(jax.grad(total, (0, 1)))(A, B)
-        assert spy.log.count("pack") == 2
+    hooked = in_block(saved_tensors_hooks(pack, unpack), lambda a: operation(a, B).sum())
+    np.testing.assert_allclose(jax.grad(hooked)(A), B)
 
 
 def test_attributes_and_statics_are_not_packed():
@@ -79,35 +92,39 @@ def test_attributes_and_statics_are_not_packed():
 
 
 @pytest.mark.parametrize("differentiate", GRADIENTS)
-def test_a_block_around_the_differentiation_reaches_layers_and_a_decorator_the_whole_function(differentiate):
-    around, decorator = Spy(), Spy()
-    with around.hooks:
-        np.testing.assert_allclose(differentiate(tanh_sum)(X), tanh_slope(X), rtol=1e-6)
-    assert around.counts() == (1, 1)
+def test_a_block_around_the_differentiation_reaches_layers(differentiate):
+    spy = Spy()
+    with spy.hooks:
+        np.testing.assert_allclose(
+            differentiate(lambda x: tanh_sum(jnp.sin(x)))(X), tanh_slope(jnp.sin(X)) * jnp.cos(X), rtol=1e-6
+        )
+    assert spy.counts() == (1, 1)
 
-    @decorator.hooks
+
+def test_a_decorated_function_is_called_as_it_was():
+    @bits()
     def decorated(x, scale=1.0):
         """Doc."""
-        return jnp.sum(jnp.sin(Tanh.apply(x)) * scale), "tag"
-
-    def first(x):
-        value, tag = decorated(x, 2.0)
-        assert tag == "tag"
-        return value
+        return jnp.sum(jnp.sin(x) * scale), "tag"
 
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "Doc.")
-    np.testing.assert_allclose(differentiate(first)(X), 2 * jnp.cos(jnp.tanh(X)) * tanh_slope(X), rtol=1e-5)
-    assert decorator.counts()[0] == decorator.counts()[1] >= 2
+    gradient, tag = jax.grad(decorated, has_aux=True)(X, scale=2.0)
+    np.testing.assert_allclose(gradient, 2 * jnp.cos(X), rtol=1e-6)
+    assert tag == "tag"
 
 
-def test_effects_in_a_block_still_happen():
+@EAGER_AND_JIT
+@pytest.mark.parametrize("hook", [in_block, lambda hooks, f: hooks(f)], ids=["block", "decorator"])
+def test_effects_happen_once(hook, mode):
     seen = []
-    sine = jax.jit(lambda x: (jax.debug.callback(seen.append, x), jnp.sin(x))[1])
-    summed = in_block(bits(), lambda x: sine(x).sum())
-    for differentiate in (jax.grad, lambda f: jax.grad(jax.jit(f))):
-        np.testing.assert_allclose(differentiate(summed)(X), jnp.cos(X), rtol=1e-6)
-        jax.effects_barrier()
-    assert len(seen) == 2
+
+    def loss(x):
+        jax.debug.callback(seen.append, x[0])
+        return jnp.sum(jnp.sin(x))
+
+    np.testing.assert_allclose(mode(jax.grad(hook(bits(), mode(loss))))(X), jnp.cos(X), rtol=1e-6)
+    jax.effects_barrier()
+    assert len(seen) == 1
 
 
 NUMERIC = {
@@ -227,29 +244,17 @@ def test_nothing_happens_without_differentiation():
     assert spy.log == []
 
 
-@pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("asked", [0, 1, 2])
-def test_unpack_waits_for_backward_to_ask_and_asking_twice_unpacks_once(asked, forward_mode):
+def test_unpack_waits_for_backward_to_ask_and_asking_twice_unpacks_once(asked):
     def asks(ctx, dy):
         seen = [ctx.saved_tensor()[0] for _ in range(asked)]
         assert all(x is seen[0] for x in seen)
         return dy, dy
 
-    apply = layer(base=Multiply, backward=asks, forward_mode=forward_mode).apply
-    spy = Spy()
+    spy, asking = Spy(), layer(base=ForwardMultiply, backward=asks)
     with spy.hooks:
-        np.testing.assert_array_equal(jax.grad(lambda x: apply(x, x).sum())(X), [2, 2, 2])
-    assert spy.counts() == (1, min(asked, 1))  # one tensor in two places
-
-
-@pytest.mark.parametrize("forward_mode", [False, True])
-def test_an_output_that_a_layer_and_the_next_operation_keep_is_packed_once(forward_mode, monkeypatch):
-    monkeypatch.setattr(Tanh, "forward_mode", forward_mode)
-    for jit in (lambda f: f, jax.jit):
-        spy = Spy()
-        run = jit(jax.grad(spy.hooks(lambda x: (Tanh.apply(x) * (2 * x)).sum())))
-        np.testing.assert_allclose(run(X), 2 * jnp.tanh(X) + 2 * X * (1 - jnp.tanh(X) ** 2), rtol=1e-6)
-        assert spy.counts()[0] == 2  # the output, and 2 x
+        np.testing.assert_array_equal(jax.grad(lambda x: asking.apply(x, x).sum())(X), [2, 2, 2])
+    assert spy.counts() == (1, min(asked, 1))
 
 
 @IDLE

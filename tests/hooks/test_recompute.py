@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
-import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import saved_tensors_hooks, saved_tensors_report
+from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import (
     by_name,
     cast_saved,
@@ -20,11 +19,11 @@ from pylayer_jax.packers import (
     quantize_saved,
     recompute_saved,
     save_on_cpu,
+    save_on_disk,
 )
 from tests.kit.layers import Matmul, Multiply, Tanh, bits, layer
-from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import TRANSFORMS, Held, bytes_held, noting, temporary_bytes, without_hooks
+from .spy import TRANSFORMS, norm, noting, relative_error, temporary_bytes, without_hooks
 
 X = jax.random.normal(jax.random.key(0), (32, 64))
 W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
@@ -33,10 +32,6 @@ ROUNDING = {"cast": cast_saved, "8 bits": quantize_saved, "4 bits": lambda **fla
 EXACT = {"recompute": recompute_saved, "cpu": save_on_cpu}
 Y = jax.random.normal(jax.random.key(0), (64, 128)) + 0.3
 WEIGHTS = jnp.arange(128.0)
-
-
-def norm(x):
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
 
 ACTIVATIONS = {
@@ -57,32 +52,26 @@ def loss_of(activation):
     return lambda w, x: jnp.sum(jnp.sin(activation(x @ w) @ V))
 
 
-def error(found, expected, at_least=0.0):
-    found, expected = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (found, expected))
-    return float(np.linalg.norm(found - expected) / max(at_least, np.linalg.norm(expected)))
-
-
 def gradient(f):
     return jax.jit(jax.grad(f, (0, 1)))
 
 
-# The function, and how many of its tensors have to be kept at full size.
 FUNCTIONS = {
-    "square": (lambda x: jnp.sum((x * 3.0) ** 2), 1),
-    "gelu": (lambda x: jnp.sum(jax.nn.gelu(x)), 1),  # in eager mode also a tanh, whose operand is gone
-    "normalize": (lambda x: jnp.sum(jnp.square(norm(x))), 1),
-    "one input, three uses": (lambda x: jnp.sum(jnp.sin(norm(x)) + norm(x) ** 2 * 0.5), None),
-    "masked": (lambda x: jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * WEIGHTS), 0),
-    "one hot": (lambda x: jnp.sum(x * jax.nn.one_hot(jnp.arange(64) % 7, 128)), None),  # a constant, as without hooks
-    "chosen by a mask": (lambda x: jnp.sum(jnp.sin(x[0][jnp.flatnonzero(x[0] > 0, size=2)])), None),
-    "layer of what follows": (lambda x: jnp.sum(Multiply.apply(norm(x), jnp.ones(128))), None),
-    "softmax": (lambda x: jnp.sum(jax.nn.softmax(x) ** 2 * WEIGHTS), None),
-    "scan": (lambda x: jnp.sum(jax.lax.scan(lambda c, k: (jnp.tanh(c) * k, None), x, WEIGHTS[1:4])[0] ** 2), None),
-    "of two": (lambda x: jnp.sum(jnp.tanh(x).T @ jnp.sin(x)), None),
+    "square": lambda x: jnp.sum((x * 3.0) ** 2),
+    "one input, three uses": lambda x: jnp.sum(jnp.sin(norm(x)) + norm(x) ** 2 * 0.5),
+    "masked": lambda x: jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * WEIGHTS),
+    "one hot": lambda x: jnp.sum(x * jax.nn.one_hot(jnp.arange(64) % 7, 128)),
+    "chosen by a mask": lambda x: jnp.sum(jnp.sin(x[0][jnp.flatnonzero(x[0] > 0, size=2)])),
+    "layer of what follows": lambda x: jnp.sum(Multiply.apply(norm(x), jnp.ones(128))),
+    "softmax": lambda x: jnp.sum(jax.nn.softmax(x) ** 2 * WEIGHTS),
+    "scan": lambda x: jnp.sum(jax.lax.scan(lambda c, k: (jnp.tanh(c) * k, None), x, WEIGHTS[1:4])[0] ** 2),
+    "iota in a jitted function": jax.jit(lambda x: jnp.sum(x * jnp.arange(128.0) * jnp.sin(x))),
+    "200 sums": lambda x: jnp.sum(jnp.sin(functools.reduce(lambda h, i: h + float(i % 3 - 1), range(200), x))),
+    "of two": lambda x: jnp.sum(jnp.tanh(x).T @ jnp.sin(x)),
 }
 
 PROGRAMS = {name: (loss_of(activation), (W, X)) for name, activation in ACTIVATIONS.items()}
-PROGRAMS |= {name: (function, (Y,)) for name, (function, _) in FUNCTIONS.items()}
+PROGRAMS |= {name: (function, (Y,)) for name, function in FUNCTIONS.items()}
 PAIRS = EXACT | {"of a user": lambda: noting([], differentiable=True)}  # for which only moves are computed again
 
 MET = [(name, pair, "jit_of_grad") for name in ACTIVATIONS for pair in EXACT]
@@ -105,7 +94,7 @@ def test_exact_pairs_keep_the_gradient(name, pair, transform):
     found = TRANSFORMS[transform](PAIRS[pair]()(function), arguments)
     # Some second derivatives of FUNCTIONS are zero.
     at_least, tolerance = (1.0, 1e-4) if name in FUNCTIONS else (0.0, 1e-2 if name == "in bfloat16" else 2e-5)
-    assert error(found, expected_of(name)(transform), at_least) < tolerance
+    assert relative_error(found, expected_of(name)(transform), at_least) < tolerance
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "norm", "norm and silu", "in a jitted function"])
@@ -177,7 +166,7 @@ def test_rules_that_compare_what_they_saved(kind):
     f = lambda w, x: jnp.sum(COMPARING[kind](ACTIVATIONS["norm and silu"](x @ w)) ** 2)  # noqa: E731
     hooked, expected = recompute_saved()(f), gradient(f)(W, X)
     for run in (gradient(hooked), jax.grad(hooked, (0, 1))):
-        assert error(run(W, X), expected) < 1e-5
+        assert relative_error(run(W, X), expected) < 1e-5
 
 
 # -- pairs that round ----------------------------------------------------------------------------------
@@ -209,7 +198,7 @@ MULTIPLYING = {
 def test_the_error_is_at_most_twice_that_without_recomputation(name, pair):
     f, make = MULTIPLYING[name], ROUNDING[pair]
     expected = gradient(f)(W, X)
-    found, plain = (error(gradient(make(recompute=flag)(f))(W, X), expected) for flag in (True, False))
+    found, plain = (relative_error(gradient(make(recompute=flag)(f))(W, X), expected) for flag in (True, False))
     assert found <= max(2 * plain, 2e-3)
 
 
@@ -235,7 +224,9 @@ def test_what_a_max_pooling_compares_is_not_rounded(pair):
         return jnp.sum(jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 4), (1, 4), "VALID") ** 3)
 
     # The windows are chosen by exact values: what is left is the error of the other tensors.
-    assert error(gradient(ROUNDING[pair]()(pooled))(W, X), gradient(pooled)(W, X)) < {"4 bits": 0.15}.get(pair, 0.02)
+    assert relative_error(gradient(ROUNDING[pair]()(pooled))(W, X), gradient(pooled)(W, X)) < {"4 bits": 0.15}.get(
+        pair, 0.02
+    )
     rows = saved_tensors_report(ROUNDING[pair]()(pooled), W, X).rows
     assert [row for row in rows if row.kind == "operation" and row.packed_bytes == X.nbytes]
 
@@ -258,7 +249,7 @@ def test_a_policy_saves_what_decides(decide):
 
     expected = gradient(lambda w, x: jnp.sum(jnp.sin(decide(decide(x @ w) @ w) @ V)))(W, X)
     products, decisions = (
-        error(gradient(loss(policy))(W, X), expected)
+        relative_error(gradient(loss(policy))(W, X), expected)
         for policy in (jax.checkpoint_policies.dots_saveable, products_and_decisions)
     )
     assert decisions < 0.02
@@ -278,9 +269,8 @@ def test_chains_take_the_stricter_part():
 
 def test_a_mean_that_the_rest_is_computed_from_is_not_rounded():
     f = lambda w, x: jnp.sum(jnp.square(jnp.square((h := x @ w) * h.mean()) @ V))  # noqa: E731
-    expected = gradient(f)(W, X + 1.0)
-    found, plain = (error(gradient(cast_saved(recompute=flag)(f))(W, X + 1.0), expected) for flag in (True, False))
-    assert found <= max(2 * plain, 2e-3)
+    (mean,) = [row for row in saved_tensors_report(cast_saved()(f), W, X).rows if not row.shape]
+    assert mean.packed_bytes == mean.bytes
 
 
 def test_weakly_typed_arrays_in_eager_mode():
@@ -301,29 +291,10 @@ def stream(n_layers):
     return f
 
 
-@EAGER_AND_JIT
-def test_a_jitted_function_may_make_an_iota(mode):
-    f = jax.jit(lambda x: x * jnp.arange(8.0) * jnp.sin(x))
-    for pair in (recompute_saved(), by_name({"sin": None, ...: cast_saved()})):
-        got = mode(jax.grad(pair(lambda x: jnp.sum(f(x)))))(jnp.ones(8))
-        np.testing.assert_allclose(got, jax.grad(lambda x: jnp.sum(f(x)))(jnp.ones(8)), rtol=1e-2)
-
-
 @pytest.mark.parametrize("pair", [recompute_saved(), cast_saved(), quantize_saved()], ids=["exact", "cast", "8 bits"])
 def test_a_residual_stream_is_not_summed_again_from_the_first_layer(pair):
     operations = [jax.jit(jax.grad(pair(stream(n)))).lower(W, X).compile().cost_analysis()["flops"] for n in (12, 24)]
     assert operations[1] <= 2.15 * operations[0]
-
-
-def test_a_chain_of_sums_of_any_length():
-    def f(w, x):
-        h = x @ w
-        for i in range(200):
-            h = h + float(i % 3 - 1)
-        return jnp.sum(jnp.sin(h))
-
-    for pair in (recompute_saved(), cast_saved()):
-        assert error(gradient(pair(f))(W, X), gradient(f)(W, X)) < 0.02
 
 
 def test_an_eager_gradient_holds_no_more_arrays_than_without_a_block():
@@ -343,56 +314,7 @@ def test_an_eager_gradient_holds_no_more_arrays_than_without_a_block():
     assert peak(recompute_saved()) <= peak(lambda f: f)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
-def test_a_compiled_gradient_takes_less_memory():
-    def network(w, x):
-        for _ in range(6):
-            x = jax.nn.gelu(norm(x @ w))
-        return jnp.sum(x**2)
-
-    x = jax.random.normal(jax.random.key(3), (2048, 64))
-    plain = temporary_bytes(network, w := W, x)
-    assert temporary_bytes(recompute_saved()(network), w, x) < 0.5 * plain
-    assert temporary_bytes(cast_saved()(network), w, x) < 0.4 * plain
-    assert temporary_bytes(quantize_saved(8)(network), w, x) < 0.3 * plain
-
-
-# -- how much is kept -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, (_, count) in FUNCTIONS.items() if count is not None])
-def test_only_what_does_not_follow_is_kept(name):
-    function, count = FUNCTIONS[name]
-    hooked = quantize_saved(8, arguments=True)(function)
-    eager = bytes_held(jax.vjp(hooked, Y)[1])
-    compiled = bytes_held(jax.jit(lambda x: jax.vjp(hooked, x)[1])(Y))
-    few = 5 * 64 * 8 / Y.nbytes + 0.27 * (count == 0)  # statistics of rows, numbers; masks and labels
-    assert count * 0.265 <= compiled / Y.nbytes <= count * 0.266 + few
-    assert eager <= compiled + 0.27 * Y.nbytes * (2 if name == "gelu" else 1)
-
-
-def test_a_pair_with_a_relative_error_keeps_differences():
-    # The difference 1 - x is near to 0, and would be 0 if it were computed from x, which is kept, after a cast.
-    x = jnp.full((8, 64), 1 - 1e-4)
-
-    def loss(x):
-        return jnp.sum(x * x + jnp.log(1 - x))
-
-    np.testing.assert_allclose(jax.grad(cast_saved(arguments=True)(loss))(x), jax.grad(loss)(x), rtol=5e-3)
-
-
-@pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "remat"])
-def test_under_other_transforms(transform):
-    def slope(hooked):
-        loss = hooked(lambda x: jnp.sum(jax.nn.gelu(norm(x)) * WEIGHTS))
-        return jax.jit(jax.grad(lambda x: jnp.sum(transform(loss)(x))))(Y.reshape(2, 32, 128))
-
-    expected = slope(lambda f: f)
-    for hooks in (save_on_cpu(), quantize_saved(8)):
-        np.testing.assert_allclose(slope(hooks), expected, atol=0.02 * float(jnp.abs(expected).max()))
-
-
-# -- in a scan ------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------
 
 
 def scanned(x, ws):
@@ -403,21 +325,35 @@ def scanned(x, ws):
     return jnp.sum(jax.lax.scan(layer, x, ws)[0] ** 2)
 
 
+def network(x, ws):
+    for w in ws:
+        x = Tanh.apply(jax.nn.gelu(norm(x @ w)))
+    return jnp.sum(x**2)
+
+
 WS = jax.random.normal(jax.random.key(1), (6, 128, 128)) / 11
+# How much of the memory of a compiled gradient is left of a Python loop and of a scan.
+SHARES = {
+    "recompute": (lambda _: recompute_saved(), 0.55, 1.0),
+    "cpu": (lambda _: save_on_cpu(), 0.55, 1.0),
+    "disk": (save_on_disk, 0.3, 1.0),
+    "cast": (lambda _: cast_saved(), 0.4, 0.55),
+    "8 bits": (lambda _: quantize_saved(8), 0.3, 0.4),
+    "8 bits on disk": (lambda folder: chain(quantize_saved(8), save_on_disk(folder)), 0.3, 0.4),
+}
 
 
-# XLA of jax 0.10 removes optimization barriers on CPU, so that the memory is not less there.
-@pytest.mark.parametrize(
-    ("hooks", "share", "atol"), [(save_on_cpu(), 1.0, 1e-5), (cast_saved(), 0.55, 0.02), (quantize_saved(8), 0.4, 0.02)]
-)
-def test_memory_of_a_compiled_scan(hooks, share, atol):
-    for differentiated in (1, (0, 1)):
-        expected, found = (jax.jit(jax.grad(f, differentiated))(Y, WS) for f in (scanned, hooks(scanned)))
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, atol=atol * float(jnp.abs(b).max()), rtol=1e-5)
-    if jax.__version_info__ >= (0, 11):
-        packed, plain = (temporary_bytes(f, jnp.ones((2048, 128)), WS) for f in (hooks(scanned), scanned))
-        assert packed < share * plain
+@pytest.mark.parametrize("pair", SHARES)
+def test_memory_of_a_compiled_gradient(pair, tmp_path):
+    make, of_a_loop, of_a_scan = SHARES[pair]
+    for f, share in ((network, of_a_loop), (scanned, of_a_scan)):
+        hooked = make(tmp_path)(f)
+        for differentiated in (0, (0, 1)):
+            expected, found = (jax.jit(jax.grad(g, differentiated))(Y, WS) for g in (f, hooked))
+            assert relative_error(found, expected) < 0.03
+        if jax.__version_info__ >= (0, 11):  # XLA of jax 0.10 removes optimization barriers on CPU
+            packed, plain = (temporary_bytes(g, jnp.ones((2048, 128)), WS) for g in (hooked, f))
+            assert packed < share * plain, packed / plain
 
 
 # -- what is held ---------------------------------------------------------------------------------
@@ -445,21 +381,6 @@ def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collect
         assert held() == before
     finally:
         gc.enable()
-
-
-def test_objects_of_the_host_go_with_the_vjp_function_though_an_output_follows_from_them():
-    held = weakref.WeakSet()
-
-    def pack(x):
-        held.add(packed := Held(x))
-        return packed
-
-    f = saved_tensors_hooks(pack, lambda packed: jnp.asarray(packed.x))(lambda x: 2.0 * jnp.square(x))
-    y, pullback = jax.vjp(f, Y)
-    assert held
-    del pullback
-    assert not held
-    np.testing.assert_allclose(y, 2 * Y**2, rtol=1e-6)
 
 
 # -- a value that stays the same in a loop is packed once, and not stacked -------------------------
@@ -504,15 +425,3 @@ def test_a_plan_of_the_body_of_a_scan_keeps_as_little_as_one_around_it():
     hooks, w, x = cast_saved(arguments=True), jnp.eye(SIZE) * 0.9, jnp.ones((SIZE, SIZE))
     around, within = hooks(recurrent(step, 16)), recurrent(hooks(step), 16)
     assert temporary_bytes(within, w, x) <= temporary_bytes(around, w, x) * 1.02
-
-
-@pytest.mark.parametrize("make", [recompute_saved, save_on_cpu, cast_saved, quantize_saved])
-def test_operands_of_conditionals(make):
-    def branch(x, w):
-        return jnp.tanh(x @ w)
-
-    def loss(ws, x):
-        return jnp.mean(jax.lax.cond(x[0, 0] < 1e9, branch, lambda x, w: x, x, ws[0]) ** 2)
-
-    ws, x = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 2, jax.random.normal(jax.random.key(1), (8, 8))
-    assert error(jax.grad(make()(loss), 1)(ws, x), jax.grad(loss, 1)(ws, x)) < 0.05

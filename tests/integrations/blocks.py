@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.hooks.spy import Spy
+from tests.hooks.spy import Spy, in_block
 from tests.kit.layers import Steep
 
 
@@ -48,20 +47,14 @@ def doubled(model, x):
     return y + 2 * (model(x) - y)
 
 
-class Block(contextlib.ContextDecorator):
-    """A pair of hooks, for a `with` block around the differentiated code or as a decorator of it."""
+class Block:
+    """Decorator that puts code into a block of a pair of hooks, or leaves it as it is."""
 
     def __init__(self, kind):
         self.spy = Spy() if kind == "spy" else None
-        self._entered = []
 
-    def __enter__(self):
-        self._entered.append(contextlib.nullcontext() if self.spy is None else self.spy.hooks)
-        self._entered[-1].__enter__()
-        return self
-
-    def __exit__(self, *exception):
-        self._entered.pop().__exit__(*exception)
+    def __call__(self, function):
+        return function if self.spy is None else in_block(self.spy.hooks, function)
 
     def compare(self, run, ours=Steep.apply, plain=steep):
         """Assert that `run(f, block)` is the same for a layer in this block and for plain code without a block."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -81,39 +79,11 @@ def test_the_tensors_of_a_class():
         gradient(by_name({"Attenton": quantize_saved(8), ...: None}))
 
 
-class Stateful(eqx.Module):
-    """Module with a batch norm and a counter, which both have state."""
-
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
+class Counter(eqx.Module):
     count: eqx.nn.StateIndex
-    activation: Callable
 
-    def __init__(self, activation):
-        self.linear = eqx.nn.Linear(4, 4, key=jax.random.key(1))
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+    def __init__(self):
         self.count = eqx.nn.StateIndex(jnp.array(1.0))
-        self.activation = activation
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.linear(x), state)
-        state = state.set(self.count, state.get(self.count) + 1)
-        return self.activation(x), state
-
-
-@EAGER_AND_JIT
-def test_state(block, way):
-    def run(activation, block):
-        model, state = eqx.nn.make_with_state(Stateful)(activation)
-
-        @block
-        def loss(model, state):
-            y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, state)
-            return jnp.mean((y - 1) ** 2), jax.tree.leaves(state)
-
-        return WAYS[way](loss, has_aux=True)(model, state)
-
-    block.compare(run)
 
 
 class Counted(PyLayer):
@@ -134,7 +104,7 @@ class Counted(PyLayer):
 @EAGER_AND_JIT
 def test_state_as_an_argument_and_an_output(way):
     # State may not be read any more once another was made from it.
-    model, state = eqx.nn.make_with_state(Stateful)(jnp.tanh)
+    model, state = eqx.nn.make_with_state(Counter)()
 
     def loss(x, state):
         y, state = Counted.apply(model.count, x, state)

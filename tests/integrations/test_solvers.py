@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.integrations.blocks import NO_BLOCK, assert_close, library, steep
-from tests.kit.layers import Steep, SteepBothWays, Tanh
+from tests.kit.layers import SteepBothWays, Tanh
 
 slow = pytest.mark.slow
 optx = library("optimistix")
@@ -49,12 +49,6 @@ def test_implicit_gradients(solver, block):
 @slow
 def test_gradients_through_the_iterations_need_only_reverse_mode(block):
     block.compare(lambda f, block: value_and_gradient(solution(f, "fixed-point", UNROLLED, block)))
-
-
-@slow
-def test_a_layer_without_forward_mode_has_no_implicit_gradient():
-    with pytest.raises(TypeError):
-        value_and_gradient(solution(Steep.apply, "newton"))
 
 
 # -- diffrax: each way that it has to differentiate ------------------------------------------------

@@ -54,7 +54,6 @@ class Names:
 
 class Jax(Names):
     Function, PyLayer, hooks = pylayer_jax.Function, pylayer_jax.PyLayer, pylayer_jax.saved_tensors_hooks
-    disable_hooks = staticmethod(pylayer_jax.disable_saved_tensors_hooks)
     detach, jacobian = staticmethod(jax.lax.stop_gradient), staticmethod(jax.jacrev)
     tensor, jit = staticmethod(jnp.asarray), staticmethod(jax.jit)
 
@@ -94,7 +93,6 @@ class Torch(Framework):
         super().__init__(torch, torch.nn.functional, torch.func)
         self.Function = self.PyLayer = torch.autograd.Function
         self.hooks = torch.autograd.graph.saved_tensors_hooks
-        self.disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
         self.grad = torch.func.grad  # torch.nn.functional, searched before, has another `grad`
         self.moveaxis = torch.movedim  # torch.moveaxis has no batching rule for vmap of vmap
         self.once_differentiable = torch.autograd.function.once_differentiable

@@ -35,7 +35,6 @@ class Transform:
     slow: bool = False  # whether it runs operation by operation; then it is tested with the main layers only
     covered: bool = False  # whether other transforms cover it; then it is tested with the main layers only
     same_as: str = ""  # the transform of the same table whose expected numbers it has, which is often itself
-    for_reference: Callable[..., Any] | None = None  # gives the same numbers for the reference, and compiles faster
 
     def __call__(self, f: Function, args: Sequence[Any], *derivative: Any) -> Any:
         return self.run(f, args, *derivative)
@@ -86,7 +85,7 @@ def expected(case: Case, table: dict[str, Transform], name: str) -> Any:
     source = table[name].same_as
     key = case.name, case.reference, source
     if key not in _EXPECTED:
-        f, run = scalar(case.reference, case.linear_loss), table[source].for_reference or table[source]
+        f, run = scalar(case.reference, case.linear_loss), table[source]
         _EXPECTED[key] = jax.jit(lambda *args: run(f, args))(*case.args)
     return _EXPECTED[key]
 
@@ -122,17 +121,6 @@ def _scanned(f, args):
 
         (total, _), _ = jax.lax.scan(body, (jnp.zeros(()), args[0]), jnp.array([1.0, 0.8]))
         return total
-
-    return loss
-
-
-def _steps_at_once(f, args):
-    """Return a function with the same values as that of `_scanned`, by vmap."""
-    chosen = set(floats(args)) - {0}
-
-    def loss(*args):
-        stacked = [jnp.stack([a, a * 0.8 if i in chosen else a]) for i, a in enumerate(args)]
-        return jax.vmap(f)(*stacked).sum()
 
     return loss
 
@@ -259,7 +247,7 @@ register(FIRST_ORDER, "vmap_of_grad", compiled_batch(), covered=True)
 register(FIRST_ORDER, "eager_vmap", transformed(jax.vmap, gradient, size=4), slow=True, same_as="vmap_of_grad")
 register(FIRST_ORDER, "grad_of_vmap", compiled(_mapped, size=4), covered=True, same_as="vmap_of_grad")
 register(FIRST_ORDER, "scan", eagerly(_scanned), slow=True, same_as="jit_of_scan")
-register(FIRST_ORDER, "jit_of_scan", compiled(_scanned), covered=True, for_reference=compiled(_steps_at_once))
+register(FIRST_ORDER, "jit_of_scan", compiled(_scanned), covered=True)
 register(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), same_as="jit_of_scan")
 register(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, same_as="jit_of_grad")
 register(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), same_as="jit_of_grad")
@@ -268,11 +256,6 @@ register(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), same_as="vmap_of_
 register(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, same_as="vmap_of_grad")
 register(FIRST_ORDER, "eager", value_eagerly(), covered=True)
 register(FIRST_ORDER, "grad_of_vmap_of_the_first", over_the_first(compiled(_mapped_over_the_first)))
-
-
-@registered(FIRST_ORDER, slow=True)
-def value_and_grad_of_each(f, args):
-    return [jax.value_and_grad(f, i)(*args) for i in floats(args)]
 
 
 @registered(FIRST_ORDER, slow=True)
@@ -323,11 +306,10 @@ def debug_nans(f, args):
 
 register(SECOND_ORDER, "grad_of_grad", eagerly(along), covered=True, same_as="jit_of_grad_of_grad")
 register(SECOND_ORDER, "jit_of_grad_of_grad", compiled(along))
-register(SECOND_ORDER, "grad_of_jit_of_grad", eagerly(_jitted, along), slow=True, same_as="jit_of_grad_of_grad")
 register(SECOND_ORDER, "grad_of_grad_of_jit", eagerly(along, _jitted), slow=True, same_as="jit_of_grad_of_grad")
 register(SECOND_ORDER, "vmap_of_grad_of_grad", compiled_batch(along), covered=True)
 register(SECOND_ORDER, "grad_of_vmap_of_grad", compiled(_mapped, along, size=4), same_as="vmap_of_grad_of_grad")
-register(SECOND_ORDER, "second_order_in_scan", compiled(along, _scanned), for_reference=compiled(along, _steps_at_once))
+register(SECOND_ORDER, "second_order_in_scan", compiled(along, _scanned))
 register(
     SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), same_as="jit_of_grad_of_grad"
 )
@@ -339,13 +321,7 @@ register(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, si
 
 register(FORWARD_OVER_REVERSE, "hessian", value_eagerly(hessian), slow=True, same_as="jit_of_hessian")
 register(FORWARD_OVER_REVERSE, "jit_of_hessian", value_compiled(hessian), covered=True)
-register(
-    FORWARD_OVER_REVERSE,
-    "hessian_of_scan",
-    value_compiled(hessian, _scanned),
-    for_reference=value_compiled(hessian, _steps_at_once),
-)
-register(FORWARD_OVER_REVERSE, "hessian_of_remat", value_eagerly(hessian, _remat), slow=True, same_as="jit_of_hessian")
+register(FORWARD_OVER_REVERSE, "hessian_of_scan", value_compiled(hessian, _scanned))
 
 
 @registered(FORWARD_OVER_REVERSE)
@@ -360,25 +336,17 @@ def jvp_of_grad(f, args):
 
 register(FORWARD, "jvp", value_eagerly(DERIVATIVE), slow=True, same_as="jit_of_jvp")
 register(FORWARD, "jit_of_jvp", value_compiled(DERIVATIVE), covered=True)
-register(FORWARD, "jvp_of_jit", value_eagerly(DERIVATIVE, _jitted), slow=True, same_as="jit_of_jvp")
 register(FORWARD, "vmap_of_jvp", transformed(in_a_batch, DERIVATIVE, size=3), slow=True)
 register(
     FORWARD, "jvp_of_vmap_of_the_first", over_the_first(value_compiled(DERIVATIVE, _mapped_over_the_first)), slow=True
 )
-register(
-    FORWARD,
-    "jvp_of_scan",
-    value_compiled(DERIVATIVE, _scanned),
-    for_reference=value_compiled(DERIVATIVE, _steps_at_once),
-)
+register(FORWARD, "jvp_of_scan", value_compiled(DERIVATIVE, _scanned))
 register(
     FORWARD, "jvp_of_cond_and_remat", value_compiled(DERIVATIVE, _conditional, _remat), slow=True, same_as="jit_of_jvp"
 )
 register(FORWARD, "jvp_of_jvp", value_compiled(DERIVATIVE, DERIVATIVE), covered=True)
 register(FORWARD, "grad_of_jvp", compiled(DERIVATIVE))
 register(FORWARD, "eager_grad_of_jvp", eagerly(DERIVATIVE), slow=True, same_as="grad_of_jvp")
-register(FORWARD, "jvp_of_jvp_of_scan", value_compiled(DERIVATIVE, DERIVATIVE, _scanned), slow=True)
-register(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, DERIVATIVE, DERIVATIVE, size=2), slow=True)
 
 
 @registered(FORWARD, slow=True, same_as="jit_of_jvp")
@@ -392,13 +360,10 @@ def jvp_of_vmap(f, args, derivative=along):
     return value_compiled(DERIVATIVE, _mapped)(f, batched(args, 3), derivative)
 
 
-def jacobian_by_reverse_mode(f, args):
-    return jax.jit(jax.jacrev(_two_outputs(f), floats(args)))(*args)
-
-
-@registered(FORWARD, slow=True, for_reference=jacobian_by_reverse_mode)
-def jacfwd(f, args, _):
-    return jax.jit(jax.jacfwd(_two_outputs(f), floats(args)))(*args)
+@registered(FORWARD, slow=True)
+def jacfwd(f, args, derivative=along):
+    jacobian = jax.jacrev if derivative is along else jax.jacfwd
+    return jax.jit(jacobian(_two_outputs(f), floats(args)))(*args)
 
 
 # -- which layers are tested under a transform ------------------------------------------------------------

@@ -1,11 +1,10 @@
 """What PyLayer costs next to other ways to write a custom gradient.
 
-    python -m tests.tools.benchmarks [--quick] [--only TABLE or ROW] [--json FILE]
+    python -m tests.tools.benchmarks [--quick] [--only ROW] [--json FILE]
 
-The tables are `layer` (one layer, or many in a row) and `models` (a real model); notebooks/tools/packing.py measures
-packers. Everything in a row is measured in one loop, in an order that is shuffled in each round, and compared round by
-round, so that a machine that slows down for a while slows all contestants down. Where a goal of `results.py` is missed,
-the command fails.
+Everything in a row is measured in one loop, in an order that is shuffled in each round, and compared round by round, so
+that a machine that slows down for a while slows all contestants down. Where a goal of `results.py` is missed, the
+command fails. notebooks/tools/packing.py measures packers.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import networks
 from .contestants import Contestant, chain, gather
-from .results import GOALS, MODELS, ONE_LAYER, Results
+from .results import GOALS, Results
 from .timing import Call, Effort, measure, python_calls, ratios
 
 
@@ -44,52 +42,38 @@ def eager(kind: str) -> Row:
 
 def step(width: int, compiled: bool) -> Row:
     def prepare(contestant: Contestant, effort: Effort) -> Call | None:
-        return contestant.step(max(8, width // effort.shrink), 50 // effort.shrink, compiled)
+        return contestant.step and contestant.step(max(8, width // effort.shrink), 50 // effort.shrink, compiled)
 
     name = f"{'jit' if compiled else 'eager'}, forward + backward, 50 layers of {width}x{width}"
     return Row(name, "us" if compiled else "ms", prepare, heavy=not compiled)
 
 
-def traced(depth: int, lower: bool = False, per_layer: bool = False, once: bool = False) -> Row:
+def traced(
+    depth: int, lower: bool = False, per_layer: bool = False, once: bool = False, maps: int | None = None
+) -> Row:
+    """A gradient; or, with `maps`, a program without one, in a number of nested `jax.vmap`s."""
+
     def prepare(contestant: Contestant, effort: Effort) -> Call | None:
         layer = contestant.once_differentiable if once else contestant.layer
-        if not contestant.traced or layer is None:
+        if contestant.step is None or layer is None:
             return None
         x = contestant.array(8)
-
-        def trace() -> Any:
-            # A function object of its own each time, which jit's caches have not seen.
-            staged = jax.jit(jax.value_and_grad(chain(layer, depth // effort.shrink))).trace(x)
-            return staged.lower() if lower else staged
-
-        return trace
-
-    kind = "once-differentiable layers" if once else "layers"
-    name = f"trace{' + lower' if lower else ''}, {depth} {kind}{', per layer' if per_layer else ''}"
-    return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, True, counts_calls=not per_layer)
-
-
-def undifferentiated(maps: int, lower: bool = False) -> Row:
-    """A program of 50 layers without a gradient, in a number of nested `jax.vmap`s."""
-
-    def prepare(contestant: Contestant, effort: Effort) -> Call | None:
-        if not contestant.traced:
-            return None
-        x = contestant.array(8)
-        for _ in range(maps):
+        for _ in range(maps or 0):
             x = jax.numpy.stack([x, x])
 
         def trace() -> Any:
-            f = chain(contestant.layer, 50 // effort.shrink)
-            for _ in range(maps):
+            # A function object of its own each time, which jit's caches have not seen.
+            f = chain(layer, depth // effort.shrink)
+            for _ in range(maps or 0):
                 f = jax.vmap(f)
-            staged = jax.jit(f).trace(x)
+            staged = jax.jit(jax.value_and_grad(f) if maps is None else f).trace(x)
             return staged.lower() if lower else staged
 
         return trace
 
-    name = f"trace{' + lower' if lower else ''}, 50 layers without a gradient, in {maps} vmaps"
-    return Row(name, "ms", prepare, heavy=True, counts_calls=True)
+    name = f"trace{' + lower' if lower else ''}, {depth} {'once-differentiable ' if once else ''}layers"
+    name += (", per layer" if per_layer else "") + ("" if maps is None else f" without a gradient, in {maps} vmaps")
+    return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, True, counts_calls=not per_layer)
 
 
 ROWS = [
@@ -97,7 +81,7 @@ ROWS = [
     traced(50),
     traced(50, lower=True),
     traced(50, once=True),
-    *(undifferentiated(maps, lower) for maps in (0, 1, 2) for lower in (False, True)),
+    *(traced(50, lower, maps=maps) for maps in (0, 1, 2) for lower in (False, True)),
     eager("forward"),
     eager("gradient"),
     eager("second"),
@@ -109,16 +93,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and compare; return 1 where a goal is missed, unless the run is a quick one."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few rounds of tiny cases: does it run at all")
-    parser.add_argument("--only", metavar="NAME", default="", help="one table (layer, models), or rows with this name")
+    parser.add_argument("--only", metavar="NAME", default="", help="only rows with this in their name")
     parser.add_argument("--json", metavar="FILE", help="write the figures, with machine and versions")
     options = parser.parse_args(arguments)
     effort = Effort(3, 0.0, shrink=10) if options.quick else Effort(41, 0.02)
     results = Results()
 
-    if options.only != MODELS:
-        contest(effort, results, "" if options.only == ONE_LAYER else options.only)
-    if options.only in ("", MODELS):
-        networks.report(effort, results)
+    contest(effort, results, options.only)
     missed = results.missed(GOALS)
     if options.json:
         results.write(options.json)
@@ -145,14 +126,14 @@ def contest(effort: Effort, results: Results, only: str) -> None:
         print(f"{row.name:48}{own * scale:9.1f} {row.unit}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
         for name, each in times.items():
             ratio = statistics.median(a / b for a, b in zip(each, times[base], strict=True))
-            results.add(ONE_LAYER, row.name, name, own * scale * ratio, row.unit)
+            results.add(row.name, name, own * scale * ratio, row.unit)
         if row.counts_calls:
             counts = {name: python_calls(call) for name, call in calls.items()}
             cells = [f"{counts[name] / counts[base]:.2f}" if name in counts else "-" for name in others]
             label = f"{row.name}: Python calls"
             print(f"{label:48}{counts[base]:>12}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
             for name, count in counts.items():
-                results.add(ONE_LAYER, label, name, count, "calls")
+                results.add(label, name, count, "calls")
 
 
 if __name__ == "__main__":

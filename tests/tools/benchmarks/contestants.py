@@ -24,8 +24,7 @@ class Contestant(NamedTuple):
     forward: Callable[[Any], Any]
     gradient: Callable[[Any], Any]
     second: Callable[[Any], Any]  # gradient of the sum of the gradient
-    step: Callable[[int, int, bool], Callable[[], Any] | None]  # forward and backward of: width, depth, compiled
-    traced: bool = False  # whether jax.jit traces it
+    step: Callable[[int, int, bool], Callable[[], Any]] | None = None  # forward and backward of: width, depth, compiled
     once_differentiable: Callable[[Any], Any] | None = None  # the layer without a second derivative
 
 
@@ -55,7 +54,7 @@ def _in_jax(name: str, layer: Any, once_differentiable: Any = None) -> Contestan
     gradient = jax.grad(lambda x: layer(x).sum())
     second = jax.grad(lambda x: gradient(x).sum())
     calls = [lambda x, f=f: f(x).block_until_ready() for f in (layer, gradient, second)]
-    return Contestant(name, layer, array, *calls, step, traced=True, once_differentiable=once_differentiable)
+    return Contestant(name, layer, array, *calls, step, once_differentiable)
 
 
 def _tanh(xp: names.Names) -> Any:
@@ -103,15 +102,16 @@ def equinox() -> Contestant:
 
 def torch() -> Contestant:
     torch = importlib.import_module("torch")
-    return _elsewhere("torch", names.Torch(torch), torch.autograd.grad, torch.compile)
+    return _elsewhere("torch", names.Torch(torch), torch.autograd.grad)
 
 
 def paddle() -> Contestant:
     paddle = importlib.import_module("paddle")
-    return _elsewhere("paddle", names.Paddle(paddle), paddle.grad, paddle.jit.to_static)
+    return _elsewhere("paddle", names.Paddle(paddle), paddle.grad)
 
 
-def _elsewhere(name: str, xp: Any, grad: Callable[..., Any], compiled_by: Callable[..., Any]) -> Contestant:
+def _elsewhere(name: str, xp: Any, grad: Callable[..., Any]) -> Contestant:
+    """A framework that JAX does not trace: it takes part in eager mode alone."""
     layer = _tanh(xp).apply
 
     def gradient(x, again=False):
@@ -119,25 +119,10 @@ def _elsewhere(name: str, xp: Any, grad: Callable[..., Any], compiled_by: Callab
         (first,) = grad(layer(x).sum(), x, create_graph=again)
         return grad(first.sum(), x) if again else first
 
-    def step(width, depth, compiled):
-        x, run = xp.leaf(array(width)), chain(layer, depth)
-        run = compiled_by(run) if compiled else run
-        return _unless_it_fails(lambda: grad(run(x), x))
-
     def array(width):
         return xp.tensor(_values(width))
 
-    return Contestant(name, layer, array, layer, gradient, lambda x: gradient(x, again=True), step)
-
-
-def _unless_it_fails(call: Callable[[], Any]) -> Callable[[], Any] | None:
-    """The call; None if its framework cannot compile here (a C++ compiler may be missing)."""
-    try:
-        call()
-    except Exception as error:
-        print(f"(left out: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]})")
-        return None
-    return call
+    return Contestant(name, layer, array, layer, gradient, lambda x: gradient(x, again=True))
 
 
 def gather() -> tuple[list[Contestant], list[str]]:
