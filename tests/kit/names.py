@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pylayer_jax
 
@@ -41,10 +40,6 @@ class Names:
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.astype(dtype)
 
-    def changed(self, x: Any, value: Any) -> Any:
-        """Write `value` into `x` in place if the framework can, and return the result."""
-        return value
-
     def once_differentiable(self, backward: Any) -> Any:
         return pylayer_jax.once_differentiable(backward)
 
@@ -54,7 +49,7 @@ class Names:
 
 class Jax(Names):
     Function, PyLayer, hooks = pylayer_jax.Function, pylayer_jax.PyLayer, pylayer_jax.saved_tensors_hooks
-    detach, jacobian = staticmethod(jax.lax.stop_gradient), staticmethod(jax.jacrev)
+    detach = staticmethod(jax.lax.stop_gradient)
     tensor, jit = staticmethod(jnp.asarray), staticmethod(jax.jit)
 
     def __init__(self) -> None:
@@ -65,17 +60,8 @@ class Jax(Names):
         y, pull = jax.vjp(function, *args)
         return y, pull(dy)
 
-    def put(self, x: Any, index: Any, rows: Any) -> Any:
-        return x.at[index].set(rows)
-
-    def add_rows(self, x: Any, index: Any, rows: Any) -> Any:
-        return x.at[index].add(rows)
-
     def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
         return ctx.needs_input_grad[place]
-
-    def to_numpy(self, x: Any) -> np.ndarray:
-        return np.asarray(x)
 
 
 class Framework(Names):
@@ -104,9 +90,6 @@ class Torch(Framework):
         """Return a copy that requires a gradient."""
         return x.detach().requires_grad_()
 
-    def changed(self, x: Any, value: Any) -> Any:
-        return x.copy_(value)
-
     def jvp(self, function: Any, primals: Any, tangents: Any) -> Any:
         """Compute a jvp by dual numbers, because torch.func.jvp refuses a context to which forward writes."""
         forward_ad = self.autograd.forward_ad
@@ -114,20 +97,11 @@ class Torch(Framework):
             y = function(*(forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)))
             return tuple(forward_ad.unpack_dual(y))
 
-    def jacobian(self, function: Any) -> Any:
-        return functools.partial(self.autograd.functional.jacobian, function)
-
     def hessian(self, function: Any) -> Any:
         return functools.partial(self.autograd.functional.hessian, function)
 
-    def add_rows(self, x: Any, index: Any, rows: Any) -> Any:
-        return x.index_add(0, index, rows)
-
     def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
         return tensor.requires_grad
-
-    def to_numpy(self, x: Any) -> np.ndarray:
-        return x.detach().numpy()
 
 
 class Paddle(Framework):
@@ -152,9 +126,6 @@ class Paddle(Framework):
         self.autograd.backward([y], [dy])
         return y, tuple(x.grad for x in args)
 
-    def jacobian(self, function: Any) -> Any:
-        return lambda x: self.autograd.jacobian(function(x := self.leaf(x)), x)[:]
-
     def hessian(self, function: Any) -> Any:
         return lambda x: self.autograd.hessian(function(x := self.leaf(x)), x)[:]
 
@@ -162,9 +133,6 @@ class Paddle(Framework):
         x = x.detach()
         x.stop_gradient = False
         return x
-
-    def put(self, x: Any, index: Any, rows: Any) -> Any:
-        return self.scatter(x, index, rows, overwrite=True)
 
     def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
         return not tensor.stop_gradient

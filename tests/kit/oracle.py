@@ -158,14 +158,13 @@ class Ours(Side):
 
     def __init__(self, mode: str) -> None:
         super().__init__(names.JAX)
-        self.scanned = mode == "scan"
-        self.mode = {"eager": lambda f: f, "jit": jax.jit, "scan": jax.jit}[mode]
+        self.mode = {"eager": lambda f: f, "jit": jax.jit}[mode]
 
     def numpy(self, x: Any) -> Any:
         return Traced(np.dtype(x.dtype), x.shape) if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
     def run(self, row: Row) -> Result:
-        call = in_a_scan(row.build(self)) if self.scanned else row.build(self)
+        call = row.build(self)
         positions = [i for i, a in enumerate(row.args) if isinstance(a, np.ndarray)]  # of the tensors
         wrt = tuple(positions.index(i) for i in row.wrt)
 
@@ -207,14 +206,6 @@ class Ours(Side):
 def with_statics(outputs: Any) -> Any:
     """Return outputs in which each value that is no tensor is a `Static`."""
     return mapped(lambda x: x if hasattr(x, "dtype") else Static(x), outputs)
-
-
-def in_a_scan(f: Callable[..., Any]) -> Callable[..., Any]:
-    def scanned(*args: Any) -> Any:
-        _, outputs = jax.lax.scan(lambda carry, _: (carry, f(*args)), None, None, length=1)
-        return jax.tree.map(lambda y: y[0], outputs)
-
-    return scanned
 
 
 class Theirs(Side):

@@ -48,7 +48,7 @@ FORWARD_OVER_REVERSE: dict[str, Transform] = {}
 FORWARD: dict[str, Transform] = {}
 
 # The layers that are tested under all transforms. Other layers are not tested under those that are slow or covered.
-MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
+MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear"}
 # A bare `python -m pytest` tests the main layers under all transforms, and the other layers under these.
 CORE_TRANSFORMS = {"jit_of_grad", "jit_of_grad_of_grad", "jvp_of_grad"}
 _EXPECTED: dict[tuple[str, Callable[..., Any], str], Any] = {}
