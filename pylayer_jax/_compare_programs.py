@@ -130,11 +130,10 @@ class ProgramComparison:
             >>> comparison = compare_programs(lambda x: jnp.sum(jnp.tanh(jnp.sin(x))), jnp.ones((64, 1024)), rounds=0)
             >>> loss = comparison.within("2 MiB").program
 
-        Among errors that differ by at most 1e-5, the fewest operations decide. If nothing was run, the first row that
-        fits is returned, an exact one if there is any. If one function was compared and does not fit as it is, up to
-        six further limits of `recompute_saved` are compiled and become rows, to find the one with the fewest operations
-        that fits. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one gradient
-        with its arguments, but not the state of an optimizer.
+        `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one gradient with its
+        arguments, but not the state of an optimizer. Among errors that differ by at most 1e-5, the fewest operations
+        decide. If nothing was run, the first row that fits is returned, an exact one if there is any. If one function
+        was compared and does not fit as it is, up to six further limits of `recompute_saved` become rows.
 
         Raises:
             ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
@@ -164,7 +163,7 @@ class ProgramComparison:
         return min(best, key=lambda r: r.operations or 0)
 
     def _search(self, compiler: _Compiler, memory: float) -> None:
-        """Add rows, by bisection, until that with the fewest operations is known which is exact and fits."""
+        """Add rows by bisection, to find the exact one with the fewest operations that fits."""
         rows = self.rows
         with progress() as show:
             for _ in range(_MOST_TRIED):
@@ -221,23 +220,21 @@ def compare_programs(
     `programs` is a function (or a layer) that takes `args` and returns a scalar. It is compared with itself under the
     pairs in the list above; the limits are half and a quarter of what `recompute_saved()` holds. Or `programs` maps
     names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`. The gradient is with respect to all
-    float arrays in the pytrees `args`; other leaves are passed unchanged. To leave out an array, such as a batch of
-    data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds` rounds, all programs run in turn; 0
-    rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program runs, so that none has to fit into
-    memory; the table then has no step times and no errors.
+    float arrays in the pytrees `args`. To leave one out, such as a batch of data, apply `jax.lax.stop_gradient` to it
+    in the programs. In each of `rounds` rounds, all programs run in turn. If `args` holds a `jax.ShapeDtypeStruct`, no
+    program runs, so that none has to fit into memory, and the table has no step times and no errors.
 
     The table shows XLA's figures of the compiled gradient on one device: the temporary memory; the peak, with arguments
     and results; the operations, those such as `exp` and `tanh` apart; the bytes that they access. Operations in the
     body of a loop count once, those in kernels and callbacks do not count. A backend may leave cells empty. Then come
 
     - the bytes that the vjp function holds, as `saved_tensors_report` counts them: on all devices, without the inputs;
-    - the seconds for tracing with lowering (JAX), after a first trace has filled JAX's caches, and for compiling (XLA),
-      which a persistent compilation cache makes seem fast;
+    - the seconds for tracing with lowering (JAX), after an earlier trace, and for compiling (XLA), which a persistent
+      compilation cache makes seem fast;
     - the time of a step, a run of the compiled gradient with the value, as median and quartiles over the rounds;
     - the errors of the value and the gradient: the 2-norm of the difference to the first program, relative to it.
 
-    A terminal shows each row as soon as it is done. `.rows` has the figures and the programs, `.within("2 GiB")`
-    returns the row of the smallest error that fits, and `.plot()` draws memory against operations.
+    A terminal shows each row as soon as it is done.
 
     Raises:
         TypeError: if `programs` is not a function or a mapping from names to functions, if none of `args` holds a float
@@ -307,7 +304,7 @@ def _with_limit(limit: float) -> recompute_saved:
 
 @contextlib.contextmanager
 def _noted(name: Any) -> Generator[None]:
-    """Add a note with the name of the program to an exception. Of a limit that is too small, the table tells."""
+    """Add the name of the program to an exception. Of a limit that is too small, the table tells."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "recompute_saved: .* more than the limit")
@@ -410,7 +407,7 @@ def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts with three digits, in one unit; None is empty."""
+    """Return the values as texts with three digits, in one unit."""
     unit = _unit(values, units)
     return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
 

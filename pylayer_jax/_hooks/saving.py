@@ -67,7 +67,7 @@ class Held(Identity):
 
 
 class SavedByRule(Identity):
-    """Marks what a rule of a user saves. The rule may compare it, so it is computed again by moves only."""
+    """Marks what a layer or a rule of a user saves."""
 
     name = "saved"
 
@@ -123,10 +123,7 @@ class PackedTensors:
 
 
 class UnpackedTensors(Sequence[Any]):
-    """The tensors that a layer or a rule keeps, each unpacked when it is first read.
-
-    In staged code, XLA does not unpack one before it has computed the cotangents.
-    """
+    """The tensors that a layer or a rule keeps, each unpacked when it is first read; by XLA after the cotangents."""
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._residuals, self._arrays = residuals, arrays
@@ -249,13 +246,11 @@ def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[lis
 
 
 def waiting(arrays: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return both, in staged code behind a barrier. XLA waits only if backward uses the cotangents from it.
-
-    Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-    """
+    """Return both, in staged code behind a barrier. XLA waits only if backward uses the cotangents from it."""
     arrays, n = as_arrays(arrays), len(arrays)  # JAX may pass numbers
     if not (cotangents and any(map(is_staged, arrays))):
         return arrays, list(cotangents)
+    # Without it, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
     bound = barrier([*arrays, *cotangents], waits=True)
     return bound[:n], bound[n:]
 
@@ -396,7 +391,7 @@ _pull: Final[contextvars.ContextVar[_Pull | None]] = contextvars.ContextVar("pul
 class _Gate(Identity):
     """Stands before and behind a function, so that tangents and cotangents that are zero stay None.
 
-    A vjp function of JAX takes and returns arrays of zeros for them, and zero times infinity is NaN.
+    JAX's vjp functions take and return arrays of zeros for them, and zero times infinity is NaN.
     tests: hooks/test_reach.py::test_an_output_without_a_cotangent, integrations/test_solvers.py
     """
 
