@@ -133,7 +133,7 @@ class ProgramComparison:
         `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one gradient with its
         arguments, but not the state of an optimizer. Among errors that differ by at most 1e-5, the fewest operations
         decide. If nothing was run, the first row that fits is returned, an exact one if there is any. If one function
-        was compared and does not fit as it is, up to six further limits of `recompute_saved` become rows.
+        was compared and does not fit as it is, up to six further limits of `recompute_saved` are compiled, as new rows.
 
         Raises:
             ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
@@ -220,9 +220,10 @@ def compare_programs(
     `programs` is a function (or a layer) that takes `args` and returns a scalar. It is compared with itself under the
     pairs in the list above; the limits are half and a quarter of what `recompute_saved()` holds. Or `programs` maps
     names to such functions: `{"plain": loss, "8 bits": quantize_saved(8)(loss)}`. The gradient is with respect to all
-    float arrays in the pytrees `args`. To leave one out, such as a batch of data, apply `jax.lax.stop_gradient` to it
-    in the programs. In each of `rounds` rounds, all programs run in turn. If `args` holds a `jax.ShapeDtypeStruct`, no
-    program runs, so that none has to fit into memory, and the table has no step times and no errors.
+    float arrays in the pytrees `args`; other leaves are passed unchanged. To leave out an array, such as a batch of
+    data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds` rounds, all programs run in turn; 0
+    rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program runs, so that none has to fit into
+    memory, and the table has no step times and no errors.
 
     The table shows XLA's figures of the compiled gradient on one device: the temporary memory; the peak, with arguments
     and results; the operations, those such as `exp` and `tanh` apart; the bytes that they access. Operations in the
@@ -347,7 +348,6 @@ class _Compiler:
             return name, program, report.total_bytes
 
     def compile(self, name: Any, program: Any, held_bytes: int) -> tuple[ComparedProgram, Callable[[], Any]]:
-        """Return the row of a program, and a function that runs its gradient."""
         value = functools.partial(self._value, name, program)
         with _noted(name):
             start = time.perf_counter()
@@ -381,7 +381,6 @@ class _Compiler:
 
 
 def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
-    """Return the errors of a value and its gradient, relative to those of the first program."""
     (value, gradient), (first_value, first_gradient) = got, first
     differences, squares = (math.fsum(map(float, s)) for s in _sums_of_squares(gradient, first_gradient))
     sizes = {
@@ -393,7 +392,6 @@ def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
 
 @jax.jit
 def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], ...]:
-    """Return for each array the sum of squares of `got - first`, and that of `first`."""
     # Sums in bfloat16 would be inexact.
     got, first = ([x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in xs] for xs in (got, first))
     differences = [a - b for a, b in zip(got, first, strict=True)]
@@ -407,7 +405,6 @@ def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts with three digits, in one unit."""
     unit = _unit(values, units)
     return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
 

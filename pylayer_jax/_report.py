@@ -28,7 +28,6 @@ from ._trees import split
 
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
-    """Return a table as lines of text, above the caption; the columns in `right` are aligned to the right."""
     table = [titles, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     justify = [str.rjust if title in right else str.ljust for title in titles]
@@ -98,7 +97,7 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedTensorsReport:
-    """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar ones."""
+    """Result of `saved_tensors_report`: a table of residuals."""
 
     rows: list[SavedTensor]
     total_unpacked_bytes: int  # the bytes that the vjp function would hold without any block of hooks
@@ -196,8 +195,8 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     operation, or an input of `fun`, which takes no extra memory, because the caller holds it. The names are those that
     a predicate `only` gets in `info`, and that `by_name` takes as keys; `inside` shows the last two of `info.inside`.
     The largest rows come first, and the inputs last, in one line. A tensor that backward computes again has 0 packed
-    bytes, and one that hooks with `host=True` pack has 4, those of a number. Sizes are those of whole arrays, on all
-    devices.
+    bytes, and one that hooks with `host=True` pack has 4, for the number that the program keeps instead. Sizes are
+    those of whole arrays, on all devices.
 
     Raises:
         TypeError: if no argument holds a float array.

@@ -20,8 +20,7 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    (`operations`). In a block around a call of `jax.grad` itself, only layers pack.
 6. What a layer or a custom rule of a user saves is marked for the plan around it; in a `with` block it is packed at
    once (`saving`). A layer unpacks each tensor when its `backward` reads it.
-7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds in
-   F. A view has the origin of its operand.
+7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds.
 """
 
 from .active import hooks_ignored, is_reported

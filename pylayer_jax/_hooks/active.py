@@ -141,7 +141,6 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context for running a hook, or code whose residuals the caller packs."""
     return active(SUSPENDED)
 
 

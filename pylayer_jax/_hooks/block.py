@@ -51,7 +51,7 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 class Predicate:
-    """The predicate `only` of a pair, as a function of an array and its origin. It records whether it was ever True."""
+    """The predicate `only` of a pair, as a function of an array and its origin."""
 
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only

@@ -59,7 +59,6 @@ class HostStore:
             self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
-        """Drop all objects of this store, if `hooks` was its last owner."""
         dropped: list[Any] = []
         with _lock:
             self._owners.drop(hooks)

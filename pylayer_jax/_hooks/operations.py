@@ -52,7 +52,6 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        """Return whether the vjp keeps no array that hooks pack."""
         row = ROWS[self.kind]
         return row.keeps_nothing or (row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
 
@@ -299,6 +298,5 @@ def layers_pack_themselves() -> Any:
 
 
 def mark_as_computed(values: Sequence[Any]) -> None:
-    """Record that the block computed these outputs of a layer."""
     if isinstance(trace := current_trace(), BlockTrace):
         trace.put_place(values, False)

@@ -399,7 +399,6 @@ def _amplifies(e: Any) -> bool:
 
 @functools.cache
 def own_rounding(dtype: Any) -> Rounding:
-    """Return the error that a value has as a number of its dtype."""
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
 

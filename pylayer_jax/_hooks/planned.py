@@ -333,7 +333,6 @@ class Derivative:
             self.operation_of.update(dict.fromkeys(e.outvars, key))
 
     def backward(self, used: Sequence[bool]) -> Pass:
-        """Return the backward pass for the cotangents that are not missing."""
         __tracebackhide__ = True
         if (key := tuple(used)) not in self.passes:
             self.passes[key] = self._staged_backward(used)
@@ -409,7 +408,6 @@ def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Seq
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
-    """Return the equations that compute `wanted`, or have effects."""
     read = set(variables(wanted))
     found: list[Any] = []
     for e in reversed(jaxpr.eqns):
@@ -807,7 +805,6 @@ class Planned(HookedFunction):
 
 @functools.cache
 def _not_inlined() -> Any:
-    """Return the parameter `inline` of functions that JAX does not inline."""
     jaxpr, _, _ = stage(lambda x: ([jax.jit(jax.lax.neg)(x)], None), [typeof(1.0)], "a jitted function")
     return jaxpr.eqns[0].params["inline"]
 

@@ -101,7 +101,6 @@ def keeps_residuals(tangents: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    """Suspend hooks, and let operations skip the trace of the block."""
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
 
@@ -123,7 +122,7 @@ class PackedTensors:
 
 
 class UnpackedTensors(Sequence[Any]):
-    """The tensors that a layer or a rule keeps, each unpacked when it is first read; by XLA after the cotangents."""
+    """The tensors that a layer or a rule keeps, each unpacked when first read; in staged code, after the cotangents."""
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._residuals, self._arrays = residuals, arrays
@@ -143,7 +142,6 @@ class UnpackedTensors(Sequence[Any]):
             return fold(residual, self._waiting.__getitem__, lambda function, inputs: function(*inputs), self._done)
 
     def all(self) -> list[Any]:
-        """Return all tensors, behind one barrier."""
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
         self._wait([i for residual in self._residuals for i in leaves_of(residual)])
         return list(self)

@@ -118,7 +118,6 @@ def is_literal(atom: Any) -> bool:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the distinct variables among operands or outputs."""
     return list(dict.fromkeys([a for a in atoms if not isinstance(a, Literal)]))
 
 
@@ -222,7 +221,6 @@ def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> t
 
 
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute the variables `wanted` from the values of `known` variables, by as few equations as possible."""
     return interpret(evaluate_equation, equations_to(jaxpr, known, wanted)[0], known, wanted)
 
 
@@ -308,7 +306,6 @@ def _effects_of_own_refs() -> frozenset[Any]:
 
 
 def uses_own_refs(jaxpr: Any) -> bool:
-    """Return whether a jaxpr makes Refs of its own, by `jax.new_ref`."""
     return bool(jaxpr.effects & _effects_of_own_refs())
 
 

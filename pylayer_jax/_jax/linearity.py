@@ -5,8 +5,8 @@
     LINEAR    linear in these inputs
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-JAX transposes any composition of operations that have a transpose rule. It is affine, but linear only if it maps zero
-to zero. JAX also drops, without an error, a dependence through integers, booleans or PRNG keys, which have no tangents.
+JAX transposes any composition of operations that have a transpose rule. It is affine, and linear if it maps zero to
+zero. JAX also drops, without an error, a dependence through integers, booleans or PRNG keys, which have no tangents.
 So the proof gives each value one of these kinds, by a table with one rule per operation. An operation without a rule,
 such as a new one of JAX, is not known to be linear.
 """

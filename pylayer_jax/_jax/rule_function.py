@@ -9,10 +9,10 @@
         d:f32[3] = linear_map[name=Tanh] b c       <- residuals, then tangents
       in (b, d) }
 
-A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` the values and tangents. The
-rule computes tangents by a `LinearMap`, whose two Python functions JAX calls only when it needs them: `evaluate` in
-forward mode, and `transpose`, which calls `backward`, in reverse mode. `jax.custom_jvp` itself will not do: jax 0.10
-silently loses its rule in a scan that is differentiated twice (tests/derivatives/test_orders.py).
+A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` also the tangents, by a
+`LinearMap`, whose functions JAX calls only when it needs them: `evaluate` in forward mode, and `transpose`, which calls
+`backward`, in reverse mode. `jax.custom_jvp` itself will not do: jax 0.10 silently loses its rule in a scan that is
+differentiated twice (tests/derivatives/test_orders.py).
 """
 
 from __future__ import annotations
@@ -177,7 +177,6 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-    """Apply `jax.vmap` to `function`, over the batch axis that a batching rule got."""
     return jax.vmap(
         function,
         in_axes=in_axes,
@@ -241,8 +240,8 @@ class RuleFunction:
         """Return the batched `run`: it returns the values for a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
-        If any operand or result has a batch axis, every result that can have a tangent gets one. Otherwise every
-        example would get the cotangent of the shared value. tests: contract/test_vmap.py
+        If any operand or result has a batch axis, every result that can have a tangent gets one. Otherwise the gradient
+        of a shared value would count once for each example. tests: contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -297,7 +296,7 @@ class RuleFunction:
 
 
 class BatchedFunction(RuleFunction):
-    """A `RuleFunction` for a batch of examples. Under nested `jax.vmap`, one `BatchedFunction` contains another."""
+    """A `RuleFunction` for a batch of examples."""
 
     out_dims: OutDims = None
 
@@ -343,7 +342,7 @@ class BatchedFunction(RuleFunction):
 
 
 class UnstagedBatch(BatchedFunction):
-    """A batched function that is not staged: `jax.vmap` of the inner `run`, with batch axis 0 for every value."""
+    """A batched function that is not staged, with batch axis 0 for every value."""
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
@@ -362,7 +361,7 @@ def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
 
 
 class LinearMap:
-    """A map that is linear in tangents for fixed residuals. An instance holds no array, and is equal only to itself."""
+    """A map that is linear in tangents for fixed residuals. An instance holds no array."""
 
     name: str
     n_residuals: int

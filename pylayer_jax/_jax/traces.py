@@ -67,7 +67,7 @@ def current_trace() -> Any:
 
 
 def discover(what: str, probe: Callable[[Any], Any]) -> Any:
-    """Call `probe` with a tracer of `jax.eval_shape`, and return its result. If it fails, raise an ImportError."""
+    """Return the result of `probe` for a tracer of `jax.eval_shape`. If it fails, raise an ImportError."""
     found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
         # A traced function may import this package. In an eval context, none of its transformations is active.

@@ -1,6 +1,6 @@
 """Defines how JAX's program transformations treat a `rule_function` equation, and identities that restrict them.
 
-A policy of `jax.checkpoint` decides which results are saved for the backward pass. If it saves matrix products,
+If a policy of `jax.checkpoint` saves matrix products for the backward pass,
 
     c = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
 

@@ -105,7 +105,7 @@ def zeros_of(aval: Any) -> jax.Array:
 
 
 def full_cotangent(cotangent: Any, aval: Any) -> Any:
-    """Return the cotangent that a vjp function expects for a value of type `aval`. A None cotangent means zero."""
+    """Return the cotangent that a vjp function expects for a value of type `aval`."""
     if not has_tangent(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
     return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
@@ -128,7 +128,7 @@ def _from_numpy(tensor: Any) -> jax.Array:
 
 
 def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
-    """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
+    """Return the type of a batch of arrays of type `aval`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
     # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples, so the batch
     # varies over these axes. The scalar only serves to read the `manual_axis_type`.
