@@ -130,11 +130,10 @@ class ProgramComparison:
             >>> comparison = compare_programs(lambda x: jnp.sum(jnp.tanh(jnp.sin(x))), jnp.ones((64, 1024)), rounds=0)
             >>> loss = comparison.within("2 MiB").program
 
-        Among errors that differ by at most 1e-5, the fewest operations decide. If nothing was run, the first row that
-        fits is returned, an exact one if there is any. If one function was compared and does not fit as it is, up to
-        six further limits of `recompute_saved` are compiled and become rows, to find the one with the fewest operations
-        that fits. `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one gradient
-        with its arguments, but not the state of an optimizer.
+        `memory` is a number of bytes, or a text such as "2 GiB" or "500 MB". It has to hold one gradient with its
+        arguments, but not the state of an optimizer. Among errors that differ by at most 1e-5, the fewest operations
+        decide. If nothing was run, the first row that fits is returned, an exact one if there is any. If one function
+        was compared and does not fit as it is, up to six further limits of `recompute_saved` are compiled, as new rows.
 
         Raises:
             ValueError: if no program without a NaN fits, if XLA reports no memory, or if the text cannot be read.
@@ -164,7 +163,7 @@ class ProgramComparison:
         return min(best, key=lambda r: r.operations or 0)
 
     def _search(self, compiler: _Compiler, memory: float) -> None:
-        """Add rows, by bisection, until that with the fewest operations is known which is exact and fits."""
+        """Add rows by bisection, to find the exact one with the fewest operations that fits."""
         rows = self.rows
         with progress() as show:
             for _ in range(_MOST_TRIED):
@@ -224,20 +223,19 @@ def compare_programs(
     float arrays in the pytrees `args`; other leaves are passed unchanged. To leave out an array, such as a batch of
     data, apply `jax.lax.stop_gradient` to it in the programs. In each of `rounds` rounds, all programs run in turn; 0
     rounds give no step times. If `args` holds a `jax.ShapeDtypeStruct`, no program runs, so that none has to fit into
-    memory; the table then has no step times and no errors.
+    memory, and the table has no step times and no errors.
 
     The table shows XLA's figures of the compiled gradient on one device: the temporary memory; the peak, with arguments
     and results; the operations, those such as `exp` and `tanh` apart; the bytes that they access. Operations in the
     body of a loop count once, those in kernels and callbacks do not count. A backend may leave cells empty. Then come
 
     - the bytes that the vjp function holds, as `saved_tensors_report` counts them: on all devices, without the inputs;
-    - the seconds for tracing with lowering (JAX), after a first trace has filled JAX's caches, and for compiling (XLA),
-      which a persistent compilation cache makes seem fast;
+    - the seconds for tracing with lowering (JAX), after an earlier trace, and for compiling (XLA), which a persistent
+      compilation cache makes seem fast;
     - the time of a step, a run of the compiled gradient with the value, as median and quartiles over the rounds;
     - the errors of the value and the gradient: the 2-norm of the difference to the first program, relative to it.
 
-    A terminal shows each row as soon as it is done. `.rows` has the figures and the programs, `.within("2 GiB")`
-    returns the row of the smallest error that fits, and `.plot()` draws memory against operations.
+    A terminal shows each row as soon as it is done.
 
     Raises:
         TypeError: if `programs` is not a function or a mapping from names to functions, if none of `args` holds a float
@@ -307,7 +305,7 @@ def _with_limit(limit: float) -> recompute_saved:
 
 @contextlib.contextmanager
 def _noted(name: Any) -> Generator[None]:
-    """Add a note with the name of the program to an exception. Of a limit that is too small, the table tells."""
+    """Add the name of the program to an exception. Of a limit that is too small, the table tells."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "recompute_saved: .* more than the limit")
@@ -350,7 +348,6 @@ class _Compiler:
             return name, program, report.total_bytes
 
     def compile(self, name: Any, program: Any, held_bytes: int) -> tuple[ComparedProgram, Callable[[], Any]]:
-        """Return the row of a program, and a function that runs its gradient."""
         value = functools.partial(self._value, name, program)
         with _noted(name):
             start = time.perf_counter()
@@ -384,7 +381,6 @@ class _Compiler:
 
 
 def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
-    """Return the errors of a value and its gradient, relative to those of the first program."""
     (value, gradient), (first_value, first_gradient) = got, first
     differences, squares = (math.fsum(map(float, s)) for s in _sums_of_squares(gradient, first_gradient))
     sizes = {
@@ -396,7 +392,6 @@ def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
 
 @jax.jit
 def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], ...]:
-    """Return for each array the sum of squares of `got - first`, and that of `first`."""
     # Sums in bfloat16 would be inexact.
     got, first = ([x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in xs] for xs in (got, first))
     differences = [a - b for a, b in zip(got, first, strict=True)]
@@ -410,7 +405,6 @@ def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts with three digits, in one unit; None is empty."""
     unit = _unit(values, units)
     return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
 

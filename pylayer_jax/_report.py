@@ -28,7 +28,6 @@ from ._trees import split
 
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
-    """Return a table as lines of text, above the caption; the columns in `right` are aligned to the right."""
     table = [titles, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     justify = [str.rjust if title in right else str.ljust for title in titles]
@@ -98,29 +97,29 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedTensorsReport:
-    """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar ones."""
+    """Result of `saved_tensors_report`: a table of residuals."""
 
     rows: list[SavedTensor]
     total_unpacked_bytes: int  # the bytes that the vjp function would hold without any block of hooks
 
     @property
     def total_bytes(self) -> int:
-        """The number of bytes that the vjp function holds on the device, without the inputs, which the caller holds."""
+        """The bytes that the vjp function holds on the device, without the inputs, which the caller holds."""
         return _device_bytes(self.rows)
 
     @property
     def host_bytes(self) -> int:
-        """The number of bytes that the vjp function holds in host memory."""
+        """The bytes that the vjp function holds in host memory."""
         return sum(r.host_bytes for r in self.rows)
 
     @property
     def recomputed_bytes(self) -> int:
-        """The number of bytes in tensors that backward computes again from other tensors."""
+        """The bytes of tensors that backward computes again."""
         return sum(r.bytes for r in self.rows if r.is_recomputed)
 
     @property
     def input_bytes(self) -> int:
-        """The number of bytes in inputs of the function that the vjp function holds without packing."""
+        """The bytes of inputs that the vjp function holds without packing."""
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     def __repr__(self) -> str:
@@ -159,7 +158,7 @@ class SavedTensorsReport:
         return ", ".join(part for part, applies in parts.items() if applies)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw a bar of length `packed_bytes` per row, on `ax` or on new axes; return the axes. Needs matplotlib."""
+        """Draw a bar of `packed_bytes` per row with matplotlib, on `ax` or on new axes, and return the axes."""
         if ax is None:
             import matplotlib.pyplot as plt
 
@@ -189,15 +188,15 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         128 bytes are kept for backward
 
     `fun` is a function or a layer. JAX only traces it, so the arguments may be `jax.ShapeDtypeStruct`s. All float
-    arguments are differentiated. Saved-tensor hooks around the call and inside `fun` apply as in a compiled program.
+    arguments are differentiated. Saved-tensor hooks around the call and inside `fun` apply as in a compiled program; a
+    second trace, without them, gives `total_unpacked_bytes`.
 
     A row is a residual, or several that differ only in their values: a tensor that layers save, a result of a plain
     operation, or an input of `fun`, which takes no extra memory, because the caller holds it. The names are those that
-    a predicate `only` gets in `info`, and that `by_name` takes as keys; the column `inside` shows the last two of
-    `info.inside`. The largest rows come first, and the inputs last, in one line. A tensor that backward computes again
-    has 0 packed bytes. Sizes are those of whole arrays, on all devices. Hooks with `host=True` hold a packed tensor
-    outside of the compiled program, which keeps a number with 4 bytes instead. A second trace of `fun`, without hooks,
-    gives `total_unpacked_bytes`.
+    a predicate `only` gets in `info`, and that `by_name` takes as keys; `inside` shows the last two of `info.inside`.
+    The largest rows come first, and the inputs last, in one line. A tensor that backward computes again has 0 packed
+    bytes, and one that hooks with `host=True` pack has 4, for the number that the program keeps instead. Sizes are
+    those of whole arrays, on all devices.
 
     Raises:
         TypeError: if no argument holds a float array.

@@ -4,25 +4,23 @@
     def loss(w, x):                         h = x @ w                       x, w (from outside: not packed)
         return jnp.tanh(x @ w).sum()        y = tanh h                      q, s (8-bit y, scales)
 
-    In backward, y = unpack(q, s), and then 1 - y² from y. Both wait for the cotangent of tanh.
+    In backward, y = unpack(q, s), and then 1 - y² from y.
 
 A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
 1. A decorated function is staged, and planned as a whole (`planned`). Its forward and backward passes are jaxprs, F and
-   B. The arrays that B gets from F are the residuals. Bodies of loops in it are planned functions too.
-2. A `Plan` says how backward gets each residual: from outside, kept as it is, packed, or computed again from others.
-   What is kept is a minimum cut of the graph of F (`plan`). The table in `primitives` says what may be computed again,
-   by the errors of what is kept.
+   B; the residuals are the arrays that B gets from F. Bodies of loops are planned functions too.
+2. A `Plan` says how backward gets each residual: from outside, kept as it is, packed, or computed again. What is kept
+   is a minimum cut of the graph of F (`plan`). The table in `primitives` says what may be computed again.
 3. The rule of a planned function runs F, and packs each kept variable behind the equation that makes it, in staged code
    behind a barrier. JAX keeps the packed arrays as residuals of a linear map.
-4. To transpose this map, JAX runs B. Before the first equation with a cotangent that reads a residual, the residual is
-   unpacked, or computed again; in staged code, a barrier makes XLA wait for the cotangents.
+4. To transpose this map, JAX runs B. A residual is unpacked or computed again before the first equation with a
+   cotangent that reads it; in staged code, a barrier makes XLA wait for the cotangents.
 5. In a `with` block, a `BlockTrace` is JAX's current trace, and binds each operation as a planned function of its own
    (`operations`). In a block around a call of `jax.grad` itself, only layers pack.
 6. What a layer or a custom rule of a user saves is marked for the plan around it; in a `with` block it is packed at
    once (`saving`). A layer unpacks each tensor when its `backward` reads it.
-7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds in
-   F. A view has the origin of its operand.
+7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds.
 """
 
 from .active import hooks_ignored, is_reported

@@ -33,15 +33,14 @@ class Block(set[Any]):
     """One entry into a `with` block of hooks. As a set, it has the keys of JAX's caches that it matches.
 
     NOTE [blocks as keys]
-    The current block is a part of the keys of JAX's caches, which may keep it forever. So that they do not keep the
-    hooks alive, a block drops its pair when the program leaves the block, and keeps only the key of the pair.
+    The current block is a part of the keys of JAX's caches, which may keep it forever. So a block drops its pair when
+    the program leaves it, and keeps only the key of the pair.
 
-    JAX reuses a jaxpr if the block now equals the block in the key, as both are now:
+    JAX reuses a jaxpr if the current block equals the one in the key, as both are now:
 
     - A jaxpr whose code did not ask for hooks (`active_pair`) does not depend on them. The block in its key is still
       shared, and equals each shared block of this thread: a new pair compiles nothing again.
-    - When code asks for hooks while JAX traces a jaxpr, the block stops being shared. Then its jaxprs are for equal
-      pairs alone.
+    - When code asks for hooks while JAX traces a jaxpr, the block stops being shared: its jaxprs are for equal pairs.
 
     Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: one
     thread may wait for a jaxpr that another traces, before that code has asked for hooks. tests: hooks/test_identity.py
@@ -83,7 +82,7 @@ class Block(set[Any]):
         return self
 
     def leave(self) -> None:
-        """Leave this block. Raise a RuntimeError, after leaving it, if it is not the innermost block of this thread."""
+        """Leave this block, then raise a RuntimeError if it was not the innermost one of this thread."""
         trace, contexts = self._trace, self._contexts
         self.value, self._trace, self._contexts, self.plans = None, None, [], {}
         if _entered.get() is self:
@@ -124,7 +123,6 @@ def innermost_block() -> Block | None:
 
 
 def entered_block(pair: Pair) -> Block | None:
-    """Return the innermost open block of `pair` in the current thread and asyncio task."""
     block = _entered.get()
     while block is not None and block.value is not pair:
         block = block.outer
@@ -143,7 +141,6 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context for running a hook, or code whose residuals the caller packs."""
     return active(SUSPENDED)
 
 

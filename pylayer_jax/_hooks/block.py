@@ -44,7 +44,6 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
 
 
 def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
-    """Raise a TypeError unless `hook` accepts one of these counts of arguments."""
     if not callable(hook):
         raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
     if not any(_takes(hook, count) for count in counts):
@@ -52,7 +51,7 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 class Predicate:
-    """The predicate `only` of a pair, as a function of an array and its origin. It records whether it was ever True."""
+    """The predicate `only` of a pair, as a function of an array and its origin."""
 
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only
@@ -107,10 +106,7 @@ def _shown(value: Any) -> str:
 
 
 class _RemembersInitArguments:
-    """A base class whose instances remember the arguments of `__init__`, also in a subclass.
-
-    It is a separate class, since `inspect.signature` prefers `__new__` if a class has both methods.
-    """
+    """Base class that remembers the arguments of `__init__`: in one class, `inspect.signature` prefers `__new__`."""
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
@@ -136,53 +132,52 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         >>> jax.grad(loss)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
         (3, 2)
 
-    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation.
-    A scan that JAX traces packs in each iteration. What follows from other residuals by moving values (a transpose, a
-    broadcast) is computed again. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
+    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation,
+    in each iteration of a traced scan. What follows from other residuals by moving values (a transpose, a broadcast) is
+    computed again. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
 
     Decorate the function that `jax.grad` gets, or put a block inside it. A decorated function is planned as a whole:
     where JAX traces or differentiates it, it is staged anew at each call, as by `jax.checkpoint`, and keeps the fewest
-    bytes from which backward can compute what it needs. So layers in it get traced arrays in eager mode too, and code
-    that needs numbers is an error. A function that changes an argument in place, as modules of flax.nnx do, or that
-    gets a `jax.Ref`, runs as in a block. A block packs what each operation keeps when it has run, as in torch: a tensor
-    that two operations keep is packed twice.
+    bytes that backward needs. So its layers get traced arrays in eager mode too, and code that needs numbers is an
+    error. A function that changes an argument in place, as modules of flax.nnx do, or that gets a `jax.Ref`, runs as in
+    a block. A block packs what each operation keeps when it has run, as in torch: a tensor that two operations keep is
+    packed twice.
 
     Around a call of `jax.grad`, or of a jitted train step, a block packs only the tensors that layers save, since JAX
-    does not show it the residuals of other operations. The `repr` of a pair shows how many tensors it has packed: none
-    if JAX reuses a program that it compiled for an equal pair.
+    shows it no other residuals. The `repr` of a pair counts the tensors that it has packed: none if JAX reuses a
+    program that it compiled for an equal pair.
 
     In eager mode, the hooks get concrete arrays, and the result of `pack_hook` is kept unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
-    hooks like any other code. With `host=True`, the hooks run on the host and get NumPy arrays.
+    hooks too, unless `host=True`.
 
-    Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. The hooks do not pack a tensor
-    that JAX keeps only for a second derivative. If a block is inside staged code (a jitted function, the body of a
-    scan) that JAX differentiates from outside, a second derivative is an error unless the hooks are `differentiable`.
-    Forward mode works too; in staged code, its tangents may come from tensors that were packed and unpacked.
+    Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. Tensors that JAX keeps only for a
+    second derivative are not packed. If a block is inside staged code (a jitted function, the body of a scan) that JAX
+    differentiates from outside, a second derivative is an error unless the hooks are `differentiable`. Forward mode
+    works too; in staged code, its tangents may come from unpacked tensors.
 
-    A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
+    A block belongs to its thread, so leave it before each `await`. A copied or unpickled pair is a new pair.
 
     Args:
-        pack_hook: takes a tensor and returns any pytree. JAX keeps its arrays, and the package other objects.
-        unpack_hook: takes the result of `pack_hook` and returns a tensor of the same shape and dtype as before. It runs
-            when `backward` reads its saved tensors, perhaps several times for one pack. The weak type and the sharding
-            are restored.
-        host: whether both hooks run on the host, also in compiled programs. On several devices, such a program gathers
-            each tensor. The host drops an unpacked result when the same place in the program packs again, and all on
-            `close()` or when JAX deletes the program. Such a block inside `jax.checkpoint` is an error, since
-            `jax.checkpoint` allows no effects.
-        differentiable: whether the derivative of `unpack(pack(x))` in JAX is that of the identity, as for a cast or a
+        pack_hook: takes a tensor and returns any pytree, of arrays and other objects.
+        unpack_hook: takes the result of `pack_hook` and returns a tensor of the same shape and dtype as before; the
+            weak type and the sharding are restored. It runs when `backward` reads the tensor, perhaps several times.
+        host: whether both hooks run on the host, with NumPy arrays, also in compiled programs. On several devices, such
+            a program gathers each tensor. The host drops an unpacked result when the same place in the program packs
+            again, and all on `close()` or when JAX deletes the program. Inside `jax.checkpoint`, which allows no
+            effects, such a block is an error.
+        differentiable: whether JAX's derivative of `unpack(pack(x))` is that of the identity, as for a cast or a
             transfer, but not for rounding.
         only: a predicate of an array, or of an array and its origin `info`; a tensor for which it is False is kept as
             without hooks. It may read the shape, dtype and sharding (`jax.typeof(x).sharding`) of the array.
             `info.operation` or `info.layer` computed the tensor, `info.name` is its name (`saved_names`,
             `checkpoint_name`), and `info.inside` has the functions (and their classes) from the block to the operation,
-            and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`. A pair whose
-            predicate takes `info` decorates a function; it is no block.
+            and then the `jax.named_scope`s, each outermost first: `("loss", "Block", "Attention")`. If the
+            predicate takes `info`, the pair decorates functions only.
 
     Warns:
-        UserWarning: if a block at top level has packed nothing (a decorated function: and runs a backward pass), if
-            `only` was never True, or if a decorated function runs as in a block; once per pair.
+        UserWarning: once per pair, if a block at top level has packed nothing (a decorated function: and runs a
+            backward pass), if `only` was never True, or if a decorated function runs as in a block.
 
     Raises:
         TypeError: if a hook is not callable or does not take one argument, or if a hook without `host` needs values in
@@ -279,7 +274,6 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             warnings.warn(f"{type(self).__name__}: {message}", stacklevel=_stacklevel_of_user())
 
     def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a decorated function where JAX traces or differentiates it."""
         __tracebackhide__ = True
         self._check_enabled()
         self._was_entered = True
@@ -368,10 +362,10 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def close(self) -> None:
         """Drop the packed values that compiled programs hold for this pair. A backward that needs them then fails.
 
-        Equal pairs share these values: they go when all of these pairs that were entered and still exist are closed.
-        Without `close`, a program holds the values of its last run until it runs again or JAX deletes it, and each call
-        of `jax.lax.scan` outside of `jax.jit` is a program that JAX keeps. Deleting the pair drops nothing, since JAX
-        returns from a call before the program has run.
+        Equal pairs share these values, which go when all of them that were entered and still exist are closed. Without
+        `close`, a program holds the values of its last run until it runs again or JAX deletes it; JAX keeps a program
+        for each call of `jax.lax.scan` outside of `jax.jit`. Deleting the pair drops nothing, since JAX returns from a
+        call before the program has run.
         """
         self._pair.store.close(self)
 

@@ -1,22 +1,20 @@
 """Holds objects on the host for compiled programs: results of host hooks, and contexts of layers of NumPy.
 
-A pack hook with `host=True` gets a NumPy array. The host holds its result, and the program keeps a number, the token,
-by which the host finds the result:
+The host holds the result of a pack hook with `host=True`, and the program keeps a number to find it, the token:
 
     token:uint32[] = host_call[name=pack_hook] x:f32[8,3]
     x:f32[8,3]     = host_call[name=unpack_hook] token
 
-Tokens begin at 1. The token 0 comes from the gradient of a batched `cond`: JAX hands zeros to the branch that an
-example did not take.
+The token 0 comes from the gradient of a batched `cond`: JAX hands zeros to the branch that an example did not take.
 
 NOTE [held objects]
 A program reads an object once; several times if JAX moved the packing of a loop-invariant tensor out of the loop; or
-never, if `backward` does not run. So the host drops an object only when a new forward pass has begun: when the same
-device puts an object at the same place again, those that it has read there go. One that was never read stays until the
-hooks are closed, or Python deletes the program. After an exception in a hook, the program reads nothing more of this
-run, so all objects of the store count as read. If a compiled `backward` never reads a packed tensor, such as the
-maximum that softmax subtracts, each run would leave one more object. To avoid this on CPU, XLA may remove a call of the
-pack hook whose token no code reads. tests: hooks/test_host.py
+never, if `backward` does not run. So the host drops an object only in a new forward pass: when the same device puts an
+object at the same place again, those that it has read there go. One that was never read stays until the hooks are
+closed, or Python deletes the program. After an exception in a hook, the program reads nothing more of this run, so all
+objects of the store count as read. A tensor that `backward` never reads, such as the maximum that softmax subtracts,
+would leave one more object in each run. So on CPU, XLA may remove a call of the pack hook whose token no code reads.
+tests: hooks/test_host.py
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class HostStore:
             self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
-        """Drop all objects of this store, if `hooks` was its last owner."""
         dropped: list[Any] = []
         with _lock:
             self._owners.drop(hooks)

@@ -2,9 +2,9 @@
 
     c = gelu a          becomes    c = rule_function[name=gelu] a     a planned function of this one operation
 
-In code that JAX traces, a `BlockTrace` gets every operation in the block: any equation that JAX binds, such as an
-addition, a jitted function, a scan, a function with a custom gradient. If JAX differentiates the operation now, or may
-do so later, the trace binds a `Planned` function of it in its place. The plan knows which operands the block computed.
+In code that JAX traces, a `BlockTrace` gets every operation in the block: an addition, a jitted function, a scan, a
+function with a custom gradient. If JAX differentiates it now, or may do so later, the trace binds a `Planned` function
+of it in its place. The plan knows which operands the block computed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ from .saving import Saver, UsersRule
 
 
 class Operation(NamedTuple):
-    """One operation that JAX passes to the trace of a block of saved-tensor hooks."""
-
     bind: Callable[..., Any]  # a function from the operands to a list of values
     kind: str  # the name of the primitive
     name: str  # the name in errors, jaxprs and reports: for a jitted function, that of the function
@@ -54,7 +52,6 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        """Return whether the vjp keeps no array that hooks pack."""
         row = ROWS[self.kind]
         return row.keeps_nothing or (row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
 
@@ -66,7 +63,6 @@ def _is_view(name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> 
 
 
 def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
-    """Return whether JAX differentiates in reverse mode, or may do so later."""
     kinds = {type(whole_batch(x)) for x in args}
     is_differentiated = REVERSE.tracer in kinds
     # In reverse-over-forward mode (`jax.grad` of a function that calls `jax.jvp`), JAX keeps tensors only for a second
@@ -78,10 +74,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
 
 
 def _runs_once(args: Sequence[Any], trace: Any) -> bool:
-    """Return whether JAX differentiates an operation as it runs: once, in `jax.vjp`, so without staging it first.
-
-    JAX can stage an operation with a custom rule only once.
-    """
+    """Return whether JAX differentiates an operation as it runs. It can stage one with a custom rule only once."""
     examples = list(map(whole_batch, args))
     while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
@@ -107,8 +100,6 @@ def _holds_block(jaxpr: Any) -> bool:
 
 
 class BlockTrace(PassThroughTrace):
-    """The current trace in a block of hooks, to which JAX passes each operation."""
-
     __slots__ = ("block", "is_staging", "outer", "places")
 
     def __init__(self, pair: Pair) -> None:
@@ -280,7 +271,6 @@ def _holds_backward(jaxpr: Any) -> bool:
 
 
 def enter_block(pair: Pair) -> Block:
-    """Enter a block of a pair. The caller has to leave it."""
     if innermost_block() is not None and not isinstance(current_trace(), BlockTrace):
         apply(_BlockMark(()), ())  # so that no enclosing operation packs: only the innermost pair applies
     if active.value is OFF or nothing_is_traced():
@@ -292,7 +282,6 @@ def enter_block(pair: Pair) -> Block:
 
 
 def saver_of(layer: str, operands: Sequence[Any], is_exact: bool) -> Saver | None:
-    """Return the `Saver` of the hooks around a call of a layer, if there are any."""
     if active.value is PLANNED:
         return Saver(None, layer, (), is_exact)
     pair = active_pair()
@@ -309,6 +298,5 @@ def layers_pack_themselves() -> Any:
 
 
 def mark_as_computed(values: Sequence[Any]) -> None:
-    """Record that the block computed these outputs of a layer."""
     if isinstance(trace := current_trace(), BlockTrace):
         trace.put_place(values, False)

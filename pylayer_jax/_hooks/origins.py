@@ -40,10 +40,9 @@ from .primitives import BODIES, JITTED, ROWS
 
 
 class Mark(RuleFunction):
-    """A function that marks a tensor which a plan keeps or makes, so that `saved_tensors_report` finds it.
+    """Marks a tensor that a plan keeps or makes, so that `saved_tensors_report` finds it.
 
-    Its result is a further residual, an empty array such as f32[0,8,4] for f32[8,4]. Each enclosing scan or `jax.vmap`
-    adds one axis in front: f32[3,0,8,4].
+    Its result is a further, empty residual: f32[0,8,4] for f32[8,4], or f32[3,0,8,4] in a scan of length 3.
     """
 
     def __init__(self, aval: Any, origin: Origin, recomputed_from: str | None) -> None:
@@ -76,7 +75,6 @@ def _nested_functions(equation: Any) -> list[Any]:
 
 
 def _saved(equation: Any) -> list[tuple[Any, str]]:
-    """Return the operands and results that a layer saves, with their names."""
     *wrappers, function = _nested_functions(equation)
     operands, outputs = equation.invars, list[Any](equation.outvars)
     for wrapper in wrappers:

@@ -51,10 +51,7 @@ Hook = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a tensor was computed, for `only` and `by_name`. A field is empty if it is not known.
-
-    The result of a reshape, transpose, slice or cast has the origin of its operand.
-    """
+    """Where a tensor was computed, for `only` and `by_name`. A reshape, slice or cast has the origin of its operand."""
 
     operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
     layer: str = ""  # the class of the layer that computed the tensor, or that saved it first
@@ -132,16 +129,13 @@ class Pair:
 
     @property
     def n_used(self) -> int:
-        """The number of tensors that the pair packed, or left to be computed again."""
         return self.n_packed.total() + self.n_recomputed.total()
 
     def predicates(self) -> list[Any]:
-        """Return the distinct predicates `only` of this pair and of its steps."""
         found = self.only, *[step.only for step in self.all_steps()]
         return list(dict.fromkeys(only for only in found if only is not None))
 
     def all_steps(self) -> list[Step]:
-        """Return the steps for any name."""
         return [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
 
     def steps_for(self, origin: Origin) -> Sequence[Step]:
@@ -171,10 +165,7 @@ _lock = threading.Lock()
 
 
 def key_of(value: Any) -> Any:
-    """Return a key that only this object ever has, and that does not keep it alive.
-
-    For an object that allows no weak reference, each call returns a new number.
-    """
+    """Return a key that only this object ever has, and that does not keep it alive."""
     if isinstance(value, types.MethodType):  # Python makes a new object each time that a method is read
         return key_of(value.__self__), key_of(value.__func__)
     if value is None:
@@ -183,7 +174,7 @@ def key_of(value: Any) -> Any:
         number = _numbers.get(value)
         if number is None:
             number = next(_new_numbers)
-            _numbers.put(value, number)
+            _numbers.put(value, number)  # an object that allows no weak reference gets a new number each time
     return number
 
 
@@ -297,7 +288,6 @@ def _in_step(where: str, step: Step) -> str:
 
 
 def checked(value: Any, expected: Any, where: str) -> Any:
-    """Return the result of an unpack hook, if it has the dtype and shape of the packed tensor."""
     if not is_tensor(value) or value.shape != expected.shape or value.dtype != expected.dtype:
         raise ValueError(
             f"unpack_hook returned {describe(value)} for {where}: expected dtype {expected.dtype} and shape "
@@ -309,7 +299,6 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 def _pack(
     store: HostStore, steps: Sequence[Step], array: Any, where: str, origin: Origin, is_part: bool = False
 ) -> Expression:
-    """Pack an array with a chain of steps. `is_part`: an earlier step made `array`."""
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)

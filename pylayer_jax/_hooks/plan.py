@@ -5,8 +5,8 @@
     kept      t, in 8 bits     the residual d follows from it
     free      x, w             they come from outside
 
-A `Graph` has the equations of the forward pass of a whole function. Which variables are kept is a minimum cut: of all
-sets from which backward can compute the residuals, it has the fewest bytes, and of these sets the fewest operations.
+Which variables are kept is a minimum cut of the `Graph` of the forward pass: of all sets from which backward can
+compute the residuals, it has the fewest bytes, and of these sets the fewest operations.
 """
 
 from __future__ import annotations
@@ -129,10 +129,7 @@ _FREE: Final = Made(frozenset(), frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
-    """The forward pass of a function, from which backward needs residuals.
-
-    `outside` has the inputs that are kept anyway. `keeping` returns how a variable would be kept.
-    """
+    """`outside` has the inputs that are kept anyway; `keeping` returns how a variable would be kept."""
 
     def __init__(
         self,
@@ -402,7 +399,6 @@ def _amplifies(e: Any) -> bool:
 
 @functools.cache
 def own_rounding(dtype: Any) -> Rounding:
-    """Return the error that a value has as a number of its dtype."""
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
 

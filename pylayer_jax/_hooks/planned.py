@@ -197,7 +197,7 @@ _N_TRIES: Final = 13
 
 
 class Surroundings(NamedTuple):
-    """What the bodies in a decorated function know of it."""
+    """What a body in a decorated function knows of it."""
 
     pair: Pair
     entry: Any  # source information of the call
@@ -328,13 +328,11 @@ class Derivative:
         return [tangent_type(t) for t in select(self.value_types, self.nonzero)]
 
     def note(self, code: Any) -> None:
-        """Record the calls and operations of the equations of an opened jaxpr."""
         for e, around, key in zip(code.jaxpr.eqns, code.calls, code.operations, strict=True):
             self.calls_of.update(dict.fromkeys(e.outvars, around))
             self.operation_of.update(dict.fromkeys(e.outvars, key))
 
     def backward(self, used: Sequence[bool]) -> Pass:
-        """Return the backward pass for the cotangents that are not missing."""
         __tracebackhide__ = True
         if (key := tuple(used)) not in self.passes:
             self.passes[key] = self._staged_backward(used)
@@ -410,7 +408,6 @@ def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Seq
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
-    """Return the equations that compute `wanted`, or have effects."""
     read = set(variables(wanted))
     found: list[Any] = []
     for e in reversed(jaxpr.eqns):
@@ -423,7 +420,6 @@ def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
 def _evaluate(
     derivative: Derivative, equations: Sequence[Any], values: dict[Any, Any], read: Callable[[Any], Any] | None = None
 ) -> None:
-    """Evaluate equations of both passes into `values`."""
     is_checked = is_nan_reported()
     # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
     for group in [[e] for e in equations] if is_checked else [list(equations)]:
@@ -527,10 +523,8 @@ class Plan:
 
     @functools.cached_property
     def saved_inputs(self) -> dict[Any, Any]:
-        """Return the free inputs that rules of users save, each with the class of its mark.
-
-        A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
-        """
+        """Return the free inputs that rules of users save, each with the class of its mark."""
+        # A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
         found: dict[Any, Any] = {}
         for v, marks in self.derivative.marks.items():
             exact = [mark.is_exact for mark, _ in marks if isinstance(mark, SavedByRule)]
@@ -560,7 +554,6 @@ class Plan:
         return answer
 
     def where(self, v: Any) -> str:
-        """Return which tensor it is, for errors of hooks."""
         for mark, i in self.derivative.marks.get(v, ()):
             if isinstance(mark, SavedByRule) and mark.layer:
                 return f"{mark.layer}, saved tensor {i}"
@@ -638,8 +631,6 @@ def size_of(steps: Sequence[Any], aval: Any) -> float:
 
 
 class _BackwardRun:
-    """One run of a backward pass of a plan."""
-
     def __init__(self, plan: Plan, backward: Pass, residual_of: Mapping[Any, Any], cotangents: Sequence[Any]) -> None:
         self._plan, self._pass, self._residual_of = plan, backward, residual_of
         self._values = {**backward.consts, **dict(zip(backward.jaxpr.invars, cotangents, strict=True))}
@@ -664,10 +655,10 @@ class _BackwardRun:
     def _prepare(self, atoms: Sequence[Any]) -> None:
         """Compute those of the variables that do not depend on cotangents.
 
-        In staged code, XLA would compute them when the forward pass ends, and hold them. So it waits for the other
-        variables, the cotangents. What comes from outside is read anew each time: else XLA shares a slice of stacked
-        weights with the forward pass, and holds it from there on. So is what is small: XLA fuses the inverse of a
-        standard deviation into each operation that reads it, and would otherwise write out its broadcast.
+        In staged code, XLA would compute them when the forward pass ends, and hold them, so they wait for the
+        cotangents. What comes from outside is read anew each time: else XLA shares a slice of stacked weights with the
+        forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
+        deviation, and does not fuse it into each operation that reads it.
         """
         self._views = {}
         plan, known = self._plan, variables(atoms)
@@ -711,8 +702,6 @@ class _BackwardRun:
 
 
 class PlannedPullback(Pullback):
-    """The derivative of a planned function."""
-
     def __init__(self, plan: Plan, residuals: Sequence[Any], n_arrays: int) -> None:
         self.name, self._plan, self._residuals = plan.name, plan, residuals
         self.n_residuals = n_arrays
@@ -730,7 +719,7 @@ class PlannedPullback(Pullback):
 
 
 class Planned(HookedFunction):
-    """A function that is planned as a whole: a decorated one, or the body of a loop in it."""
+    """A decorated function that is planned as a whole, or the body of a loop in it."""
 
     def __init__(
         self,
@@ -816,7 +805,6 @@ class Planned(HookedFunction):
 
 @functools.cache
 def _not_inlined() -> Any:
-    """Return the parameter `inline` of functions that JAX does not inline."""
     jaxpr, _, _ = stage(lambda x: ([jax.jit(jax.lax.neg)(x)], None), [typeof(1.0)], "a jitted function")
     return jaxpr.eqns[0].params["inline"]
 
@@ -835,7 +823,7 @@ class _JittedKept(PassThroughTrace):
 
 
 def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
-    """Stage a function, as `stage` does. JAX's own jitted functions stay calls, whose names operations get."""
+    """Stage a function. JAX's own jitted functions stay calls, whose names operations get."""
     __tracebackhide__ = True
 
     def run(*args: Any) -> tuple[Sequence[Any], Any]:

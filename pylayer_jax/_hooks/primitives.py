@@ -4,10 +4,10 @@
 
 Backward may compute max(x, y) again if x and y are exact, or have an error relative to each value, as after a cast. If
 the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
-too: their maximum may have a smaller range, so that its own packing would be finer. Never computed again: products and
-convolutions, which cost too much; reductions, whose results are small; comparisons of floats and all else that decides,
-since XLA rounds differently in another fusion; slices, gathers, `rev` and what else communicates along a sharded axis;
-random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
+too: their maximum may have a smaller range, so that its own packing would be finer. Without a limit, never computed
+again: products and convolutions, which cost too much; reductions, whose results are small; comparisons of floats and
+all else that decides, since XLA rounds differently in another fusion; slices, gathers and what else communicates along
+a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ UNKNOWN: Final = Rounding(Error.UNKNOWN)
 
 
 class Expression:
-    """A value that backward restores, `function(*inputs)`. An input is another expression, or a leaf.
+    """A value `function(*inputs)` that backward restores; the function, such as a `PackedTensor`, holds no array.
 
-    A leaf is an array, or its position among the arrays that JAX keeps. The function is a `PackedTensor` or
-    `with_tangent`, and holds no array.
+    An input is another expression or a leaf: an array, or its position among the arrays that JAX keeps.
     """
 
     __slots__ = ("function", "inputs")
@@ -80,7 +79,6 @@ def fold(
 
 
 def leaves_of(x: Any) -> list[Any]:
-    """Return the distinct leaves of an expression, or of a leaf."""
     visited: dict[int, Any] = {}
     to_visit = [x]
     while to_visit:

@@ -67,7 +67,7 @@ class Held(Identity):
 
 
 class SavedByRule(Identity):
-    """Marks what a rule of a user saves. The rule may compare it, so it is computed again by moves only."""
+    """Marks what a layer or a rule of a user saves."""
 
     name = "saved"
 
@@ -101,7 +101,6 @@ def keeps_residuals(tangents: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    """Suspend hooks, and let operations skip the trace of the block."""
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
 
@@ -123,10 +122,7 @@ class PackedTensors:
 
 
 class UnpackedTensors(Sequence[Any]):
-    """The tensors that a layer or a rule keeps, each unpacked when it is first read.
-
-    In staged code, XLA does not unpack one before it has computed the cotangents.
-    """
+    """The tensors that a layer or a rule keeps, each unpacked when first read; in staged code, after the cotangents."""
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._residuals, self._arrays = residuals, arrays
@@ -146,7 +142,6 @@ class UnpackedTensors(Sequence[Any]):
             return fold(residual, self._waiting.__getitem__, lambda function, inputs: function(*inputs), self._done)
 
     def all(self) -> list[Any]:
-        """Return all tensors, behind one barrier."""
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
         self._wait([i for residual in self._residuals for i in leaves_of(residual)])
         return list(self)
@@ -249,13 +244,11 @@ def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[lis
 
 
 def waiting(arrays: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return both, in staged code behind a barrier. XLA waits only if backward uses the cotangents from it.
-
-    Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-    """
+    """Return both, in staged code behind a barrier. XLA waits only if backward uses the cotangents from it."""
     arrays, n = as_arrays(arrays), len(arrays)  # JAX may pass numbers
     if not (cotangents and any(map(is_staged, arrays))):
         return arrays, list(cotangents)
+    # Without it, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
     bound = barrier([*arrays, *cotangents], waits=True)
     return bound[:n], bound[n:]
 
@@ -396,7 +389,7 @@ _pull: Final[contextvars.ContextVar[_Pull | None]] = contextvars.ContextVar("pul
 class _Gate(Identity):
     """Stands before and behind a function, so that tangents and cotangents that are zero stay None.
 
-    A vjp function of JAX takes and returns arrays of zeros for them, and zero times infinity is NaN.
+    JAX's vjp functions take and return arrays of zeros for them, and zero times infinity is NaN.
     tests: hooks/test_reach.py::test_an_output_without_a_cotangent, integrations/test_solvers.py
     """
 

@@ -5,10 +5,10 @@
 
 NOTE [host calls]
 `io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, the copies and the
-callbacks share a pool of threads, so a program deadlocks if many callbacks with large arrays run at once. An example in
-jax 0.10 is `pure_callback` with arrays of 16 MiB on 4 devices. Therefore, on CPU, functions run in a `buffer_callback`,
-which reads an array in place. It does not support several devices, so a shard_map calls it on the first device and
-sends the results to the others. tests: devices/test_sharded_hooks.py
+callbacks share a pool of threads, so a program deadlocks if many callbacks with large arrays run at once, as in jax
+0.10 with arrays of 16 MiB on 4 devices. So on CPU, functions run in a `buffer_callback`, which reads an array in place.
+It does not support several devices: a shard_map calls it on the first one and sends the results to the others.
+tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations

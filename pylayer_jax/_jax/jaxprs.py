@@ -59,7 +59,7 @@ def stage(
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
     The first inputs of the jaxpr are the `consts`. Errors of JAX show `name` and `arg_names`. `jax.make_jaxpr` takes
-    five times as long, and this function runs for every layer that JAX traces.
+    five times as long.
     """
     __tracebackhide__ = True
     second: Any = None
@@ -118,7 +118,6 @@ def is_literal(atom: Any) -> bool:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the distinct variables among operands or outputs."""
     return list(dict.fromkeys([a for a in atoms if not isinstance(a, Literal)]))
 
 
@@ -159,7 +158,7 @@ def interpret(
 ) -> list[Any]:
     """Return the values of `wanted`, where `rule` maps an equation and the values of its operands to its results.
 
-    A value is anything: an array, a type, a kind. A known value takes precedence over the result of an equation.
+    A value is anything: an array, a type, a kind. One that is known replaces the result of an equation.
     """
     values = dict(known)
 
@@ -222,15 +221,14 @@ def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> t
 
 
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """Compute the variables `wanted` from the values of `known` variables, by as few equations as possible."""
     return interpret(evaluate_equation, equations_to(jaxpr, known, wanted)[0], known, wanted)
 
 
 def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
     """Return a copy of a jaxpr in which `checkpoint_name` names the variables in `name_of`.
 
-    All later equations read the named value. If a policy of `jax.checkpoint` saves it, the equations that compute it
-    need not run again in backward. tests: derivatives/test_checkpoint.py
+    All later equations read the named value: if a policy of `jax.checkpoint` saves it, backward does not compute it
+    again. tests: derivatives/test_checkpoint.py
     """
 
     def rule(equation: Any, operands: list[Any]) -> list[Any]:
@@ -260,7 +258,6 @@ class Opened(NamedTuple):
 
 
 def opened(jaxpr: Any) -> Opened:
-    """Replace jitted functions by their equations."""
     equations: list[Any] = []
     found = Opened(jaxpr, [], [])
     users: dict[int, bool] = {}  # id of an inner jaxpr -> whether it is the user's
@@ -309,7 +306,6 @@ def _effects_of_own_refs() -> frozenset[Any]:
 
 
 def uses_own_refs(jaxpr: Any) -> bool:
-    """Return whether a jaxpr makes Refs of its own, by `jax.new_ref`."""
     return bool(jaxpr.effects & _effects_of_own_refs())
 
 
@@ -362,10 +358,7 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 
 
 def frames_between(outer: Any, inner: Any) -> list[str]:
-    """Return the names of the functions that were called between `outer` and `inner`, outermost first.
-
-    A method gives two names: its class and the method. Names such as `__call__` are left out.
-    """
+    """Return the names of the functions, and of their classes, called between `outer` and `inner`, outermost first."""
     frames = _frames(inner)
     functions = [(frame["file"], frame["function"]) for frame in frames]
     rest = _rest([(frame["file"], frame["function"]) for frame in _frames(outer)], functions)
@@ -379,10 +372,7 @@ def scopes_between(outer: Any, inner: Any) -> list[str]:
 
 
 def line_of(sources: Sequence[Any]) -> str:
-    """Return the innermost line of the user's code, such as `model.py:12`, or "" if there is none.
-
-    `sources` are of nested equations, outermost first. The user's files take precedence over installed packages.
-    """
+    """Return the innermost line of user code, such as `model.py:12`, or "". The outermost source comes first."""
     frames = [frame for source in reversed(sources) for frame in reversed(_frames(source))]
     own = [f for f in frames if "site-packages" not in f["file"] and "dist-packages" not in f["file"]]
     for frame in (own or frames)[:1]:

@@ -5,11 +5,10 @@
     LINEAR    linear in these inputs
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
-exactly if it maps zero to zero. JAX also drops, without an error, a dependence through integers, booleans or PRNG keys,
-which have no tangents. So the proof assigns one of these kinds to each value. A table has one rule per operation, which
-computes the kinds of the results from those of the operands. An operation without a rule, such as a new one of JAX, is
-not known to be linear.
+JAX transposes any composition of operations that have a transpose rule. It is affine, and linear if it maps zero to
+zero. JAX also drops, without an error, a dependence through integers, booleans or PRNG keys, which have no tangents.
+So the proof gives each value one of these kinds, by a table with one rule per operation. An operation without a rule,
+such as a new one of JAX, is not known to be linear.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class NotLinearError(TypeError):
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
-    """Return why a jaxpr may be nonlinear in the inputs where `is_input` is True, or an empty string after a proof.
+    """Return why a jaxpr may be nonlinear in the inputs where `is_input` is True, or "" after a proof.
 
-    `consts` has the values of the first inputs, or None for an unknown value.
+    `consts` has the values of the first inputs, None for an unknown one.
     """
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
@@ -235,10 +234,7 @@ _RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 def transpose_jaxpr(
     name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
 ) -> list[Any]:
-    """Compute the cotangents of the arguments that are None. Raise a NotLinearError unless a proof succeeds.
-
-    Errors use `name` for the jaxpr and `inputs` for these arguments.
-    """
+    """Compute the cotangents of the arguments that are None. Raise a NotLinearError unless a proof succeeds."""
     is_input = [x is None for x in args]
     used = [c is not None and has_tangent(v.aval) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]
     if not any(used):

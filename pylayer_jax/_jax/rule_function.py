@@ -2,17 +2,17 @@
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }      <- a layer that saves its output
 
-    and its derivative (by jax.jvp, before JAX transposes or evaluates the linear map)
+    and its derivative, by jax.jvp
 
     { lambda ; a:f32[3] c:f32[3]. let
         b:f32[3] = rule_function[name=Tanh] a      <- the same function again: the rule holds at the next order too
         d:f32[3] = linear_map[name=Tanh] b c       <- residuals, then tangents
       in (b, d) }
 
-A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` the values and tangents. The
-rule computes tangents by a `LinearMap`, whose two Python functions JAX calls only when it needs them: `evaluate` in
-forward mode, and `transpose`, which calls `backward`, in reverse mode. `jax.custom_jvp` itself will not do: jax 0.10
-silently loses its rule in a scan that is differentiated twice (tests/derivatives/test_orders.py).
+A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` also the tangents, by a
+`LinearMap`, whose functions JAX calls only when it needs them: `evaluate` in forward mode, and `transpose`, which calls
+`backward`, in reverse mode. `jax.custom_jvp` itself will not do: jax 0.10 silently loses its rule in a scan that is
+differentiated twice (tests/derivatives/test_orders.py).
 """
 
 from __future__ import annotations
@@ -58,19 +58,18 @@ class ObjectPrimitive(Primitive):
     NOTE [payloads]
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. An ordinary Python object
     as a parameter would live as long, with all that it references, such as the non-array arguments of a layer. But the
-    caches hold jaxprs weakly. Therefore the parameter is an empty jaxpr, and its debug info holds the payload. It is
-    nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
+    caches hold jaxprs weakly. So the parameter is an empty jaxpr, whose debug info holds the payload. It is nested in
+    tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
 
     A table from jaxprs to payloads, with weak references to the jaxprs, would not do: a payload that refers to its own
-    equation, such as a hook that stores a tracer, would keep its own key alive. tests: hooks/test_identity.py
+    equation, such as a hook that stores a tracer, would keep its key alive. tests: hooks/test_identity.py
 
-    If the payload has a jaxpr, another parameter holds it, because JAX searches the jaxprs in parameters, for example
-    for the devices of a mesh.
+    A jaxpr of the payload is another parameter, which JAX searches, for example for the devices of a mesh.
 
     NOTE [call_jaxpr]
-    In a `rule_function` equation, this other parameter is named `call_jaxpr`. `checkify` finds the jaxpr by this name,
-    and checks its operations. Then it binds the primitive to error values and operands, with a function in `subfuns`
-    that computes error values and results. tests: derivatives/test_checkify.py
+    In a `rule_function` equation, `checkify` finds this jaxpr by the name `call_jaxpr`, and checks its operations. Then
+    it binds the primitive to error values and operands, with a function in `subfuns` that computes error values and
+    results. tests: derivatives/test_checkify.py
 
     The rules of the primitive are methods of the payload:
 
@@ -178,7 +177,6 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-    """Apply `jax.vmap` to `function`, over the batch axis that a batching rule got."""
     return jax.vmap(
         function,
         in_axes=in_axes,
@@ -220,7 +218,7 @@ class RuleFunction:
         return evaluate_jaxpr(self.jaxpr, *args)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        """Compute the values and their tangents. A None tangent means zero; at least one tangent is not None."""
+        """Compute the values and their tangents. At least one tangent is not None."""
         raise NotImplementedError
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
@@ -242,9 +240,8 @@ class RuleFunction:
         """Return the batched `run`: it returns the values for a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
-        If any operand or result has a batch axis, every result that can have a tangent gets one. Otherwise every
-        example would get the cotangent of the shared value, and its gradient would count once for each example.
-        tests: contract/test_vmap.py
+        If any operand or result has a batch axis, every result that can have a tangent gets one. Otherwise the gradient
+        of a shared value would count once for each example. tests: contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -289,7 +286,6 @@ class RuleFunction:
         return self.transpose(self.jaxpr, args, cotangents)
 
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-        """Apply the batched function to batches. Return its values, and the batch axis (0 or None) of each."""
         __tracebackhide__ = True
         types = [typeof(x) for x in args]
         batched, consts, out_dims = self.batch(axis, dims, types)
@@ -300,7 +296,7 @@ class RuleFunction:
 
 
 class BatchedFunction(RuleFunction):
-    """A `RuleFunction` for a batch of examples. Under nested `jax.vmap`, one `BatchedFunction` contains another."""
+    """A `RuleFunction` for a batch of examples."""
 
     out_dims: OutDims = None
 
@@ -346,7 +342,7 @@ class BatchedFunction(RuleFunction):
 
 
 class UnstagedBatch(BatchedFunction):
-    """A batched function that is not staged: `jax.vmap` of the inner `run`, with batch axis 0 for every value."""
+    """A batched function that is not staged, with batch axis 0 for every value."""
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
@@ -365,7 +361,7 @@ def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
 
 
 class LinearMap:
-    """A map that is linear in tangents for fixed residuals. An instance holds no array, and is equal only to itself."""
+    """A map that is linear in tangents for fixed residuals. An instance holds no array."""
 
     name: str
     n_residuals: int
@@ -376,7 +372,7 @@ class LinearMap:
         raise NotImplementedError
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Map cotangents of the results of `evaluate` to cotangents of `tangents`. None means zero."""
+        """Map cotangents of the results of `evaluate` to cotangents of `tangents`."""
         raise NotImplementedError
 
     def check_derivative(self) -> None:
@@ -469,10 +465,7 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 
 
 class Outputs(RuleFunction):
-    """The function `(*operands, *outputs) -> outputs`, which only batches: see NOTE [all outputs are batched].
-
-    It has no rule, since JAX does not differentiate the primal function of a custom_vjp function.
-    """
+    """`(*operands, *outputs) -> outputs`, which only batches: see NOTE [all outputs are batched]."""
 
     name = "outputs"
 

@@ -1,8 +1,8 @@
 """Internals of JAX that this package uses: traces, tracers, and names that JAX may move to another module.
 
-JAX gives the classes of traces and tracers no public names. Therefore, at import, this module transforms a small
-function, for example with `jax.vmap`, which records the class of its argument and of the current trace. This runs in
-`jax.eval_shape`, which compiles nothing and starts no backend. An unexpected class raises an ImportError.
+JAX gives the classes of traces and tracers no public names. So this module, at import, transforms a function, as by
+`jax.vmap`, that records the classes of its argument and of the current trace. This runs in `jax.eval_shape`, which
+compiles nothing and starts no backend. An unexpected class raises an ImportError.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ NEEDS_VALUES = (
 
 
 class TransformClasses(NamedTuple):
-    """The tracer class and the trace class of one transformation."""
-
     tracer: type[Any]  # the class of the arguments of a transformed function
     trace: type[Any]  # the class of the current trace while the function runs
 
@@ -69,7 +67,7 @@ def current_trace() -> Any:
 
 
 def discover(what: str, probe: Callable[[Any], Any]) -> Any:
-    """Call `probe` with a tracer of `jax.eval_shape`, and return its result. If it fails, raise an ImportError."""
+    """Return the result of `probe` for a tracer of `jax.eval_shape`. If it fails, raise an ImportError."""
     found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
         # A traced function may import this package. In an eval context, none of its transformations is active.
@@ -91,7 +89,7 @@ def check(condition: bool, found: object) -> None:
 def _classes_of(
     name: str, transform: Callable[[Any, Any], object], primal_attribute: str | None = None
 ) -> TransformClasses:
-    """Find the classes of a transformation, whose tracers hold the transformed value in `primal_attribute`."""
+    """Find the classes of a transformation, whose tracers hold their value in `primal_attribute`."""
 
     def probe(x: Any) -> TransformClasses:
         outer, found = current_trace(), set[TransformClasses]()
@@ -238,7 +236,7 @@ class TraceState:
 
     The innermost staging trace, that of jit, makes a jaxpr, so the traces outside of it transform an operation only
     when JAX evaluates this jaxpr. `differentiations`, `is_forward_mode` and `has_unknown_trace` describe only the
-    traces inside of it, or all traces if there is no staging trace.
+    traces inside of it.
     """
 
     def __init__(self) -> None:
@@ -277,7 +275,7 @@ def is_active(tracer: Any) -> bool:
 
 
 def is_staging() -> bool:
-    """Return whether any active trace, the current trace or an outer one, makes a jaxpr."""
+    """Return whether the current trace or an outer one makes a jaxpr."""
     trace = current_trace()
     while trace is not None and not isinstance(trace, STAGED.trace):
         trace = getattr(trace, "parent_trace", None)

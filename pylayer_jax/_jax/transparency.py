@@ -1,6 +1,6 @@
 """Defines how JAX's program transformations treat a `rule_function` equation, and identities that restrict them.
 
-A policy of `jax.checkpoint` decides which results are saved for the backward pass. If it saves matrix products,
+If a policy of `jax.checkpoint` saves matrix products for the backward pass,
 
     c = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
 
@@ -10,8 +10,8 @@ becomes an equation of the forward pass and one of the backward pass, which comp
     c    = rule_function[call_jaxpr={ c = tanh d }] d a b
 
 JAX divides the equation in this way, removes its unused code, and checks its operations, as it does with a jitted
-function. Each part has the derivative of the whole function. Therefore `a` and `b` are operands of both, although the
-code of the second reads only `d`. Its rule ignores the tangent of `d`: the tangents of `a` and `b` account for it.
+function. Each part has the derivative of the whole function. So `a` and `b` are operands of both, although the code of
+the second reads only `d`. Its rule ignores the tangent of `d`: the tangents of `a` and `b` account for it.
 tests: derivatives/test_checkpoint.py
 """
 
@@ -43,10 +43,10 @@ from .types import typeof
 
 
 class PartialFunction(RuleFunction):
-    """A function that computes some results of the `RuleFunction` `whole`, with the derivative of `whole`.
+    """A function that computes some results of `whole`, with the derivative of `whole`.
 
-    Its operands are `n_residuals` residuals, then the operands of `whole`. Its results are those of `whole` at
-    `positions`, then residuals for another `PartialFunction` of `whole`.
+    Its operands are `n_residuals` residuals, then those of `whole`. Its results are those of `whole` at `positions`,
+    then residuals for another `PartialFunction`.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
@@ -86,12 +86,9 @@ def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any
 def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
     """Divide an equation between the forward and the backward pass: a rule of `partial_eval_jaxpr_custom_rules`.
 
-    Two masks of the operands tell which of them are `unknown` in forward, and which are `instantiated`: backward has
-    these anyway.
-
-    Returns:
-        The equations of forward and of backward, each of which may be None; two masks of the results, that are unknown
-        in forward, and that backward computes; and the variables that backward needs from forward.
+    Two masks tell which operands are `unknown` in forward, and which backward has anyway (`instantiated`). Return the
+    equations of forward and of backward, or None; two masks of the results, that are unknown in forward, and that
+    backward computes; and the variables that backward needs from forward.
     """
     function, n = payload_of(equation), len(equation.outvars)
     # A part of an identity would have more operands than results, so it would be no identity.
@@ -235,8 +232,6 @@ class WaitingBarrier(Barrier):
 
 
 class Guard(Identity):
-    """An identity that raises the exception that `error` returns, if JAX differentiates it."""
-
     name = "forbid_derivative"
 
     def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
@@ -260,7 +255,7 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Bind an `Identity` for the unknown operands only, so that JAX never transposes it for only some operands."""
+    """Bind an `Identity` for the unknown operands only, so that JAX never transposes it for some operands."""
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = payload_of_params(params)

@@ -89,7 +89,7 @@ def is_tensor_or_ref(leaf: object) -> bool:
 
 
 def unboxed(value: Any) -> Any:
-    """Return the array in a box such as `flax.nnx.Param`, or `value` itself if it is no box."""
+    """Return the array in a box such as `flax.nnx.Param`, or `value` itself."""
     is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
     return value.__jax_array__() if is_box else value
 
@@ -100,12 +100,12 @@ def is_key(value: Any) -> bool:
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Return zeros of type `aval`, with its sharding and varying axes, which `jnp.zeros` would lose."""
+    """Return zeros with the sharding and varying axes of `aval`, which `jnp.zeros` would lose."""
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def full_cotangent(cotangent: Any, aval: Any) -> Any:
-    """Return the cotangent that a vjp function expects for a value of type `aval`. A None cotangent means zero."""
+    """Return the cotangent that a vjp function expects for a value of type `aval`."""
     if not has_tangent(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
     return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
@@ -128,7 +128,7 @@ def _from_numpy(tensor: Any) -> jax.Array:
 
 
 def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
-    """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
+    """Return the type of a batch of arrays of type `aval`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
     # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples, so the batch
     # varies over these axes. The scalar only serves to read the `manual_axis_type`.
@@ -168,11 +168,7 @@ def explicit_sharding(value: Any) -> Any:
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return the number of shards along each axis of an array.
-
-    The compiler may shard an automatic axis (AxisType.Auto) over any mesh axis whose size divides its length. For such
-    an axis, this is the least common multiple of these sizes.
-    """
+    """Return the number of shards along each axis of an array."""
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding
@@ -183,6 +179,7 @@ def shard_counts(value: Any) -> list[int]:
     def count(length: int, axes: Any) -> int:  # `axes` is a mesh axis, a tuple of them, or None
         if axes:
             return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
+        # The compiler may shard an automatic axis over any mesh axis whose size divides its length.
         return math.lcm(*(size for size in automatic if length % size == 0))
 
     axes_of = (*sharding.spec, *[None] * (value.ndim - len(sharding.spec)))
