@@ -390,7 +390,6 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return `x` and the bit positions 0 to 7, which broadcast along `axis`."""
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
@@ -414,7 +413,7 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and the three numbers of each block.
+    """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and three numbers of each block.
 
     These are the smallest value; the smallest of the larger ones, or the largest finite one if there are none; and the
     largest finite value.
@@ -547,7 +546,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder for the files of one pair of hooks, which is removed when it and its files are deleted."""
+    """A folder for the files of one pair of hooks."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -559,8 +558,6 @@ class _Folder:
 
 
 class _File:
-    """A tensor in a file, which is removed when this object is deleted."""
-
     __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
 
     def __init__(self, folder: _Folder, x: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Provides `check_layer`, `gradcheck`, `gradgradcheck` and `assert_equivalent`, and the report of `check_layer`."""
+"""The public checkers, and the report of `check_layer`."""
 
 from __future__ import annotations
 
@@ -374,8 +374,7 @@ def assert_equivalent(
         seed: seed of the random cotangents.
 
     Raises:
-        AssertionError: if a result of the layer is wrong. The message names the output or argument, the index with the
-            largest error, and both values.
+        AssertionError: if a result of the layer is wrong. The message is like that of `gradcheck`.
         TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
     """
     if not orders or any(order not in range(4) for order in orders):
