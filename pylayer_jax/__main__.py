@@ -35,7 +35,7 @@ PIPE_CLOSED = 128 + 13  # SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Return 0 if the demo reached its goals or the layer passed, and else 1."""
+    """Run the command line. Return 0 if the demo reached its goals or the layer passed, else 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         passed, report = check(arguments[1:])
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _printable(report: str) -> str:
-    """Replace ticks by words if the terminal cannot print ticks, as many on Windows cannot."""
+    """Replace ticks by words if the terminal cannot print them, as many on Windows cannot."""
     try:
         report.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:

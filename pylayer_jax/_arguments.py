@@ -71,12 +71,12 @@ class Arguments:
         return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=False) if is_one]
 
     def slots(self) -> list[Argument]:
-        """Return the arguments that hold a tensor other than a Ref: `backward` returns a gradient for each."""
+        """Return the arguments for which `backward` returns a gradient: those that hold a tensor other than a Ref."""
         is_refs = self.ref_mask or [False] * len(self.types)
         return [a for a in self.arguments if not all(is_refs[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-        """Call `function(ctx, ...)` on the arguments of this call. Error messages show the name `method`."""
+        """Call `function(ctx, ...)` on the arguments; `method` is its name in error messages."""
         __tracebackhide__ = True
         if self.is_plain:
             return function(ctx, *tensors)
@@ -103,22 +103,21 @@ class Arguments:
         return result
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
-        """Return one pytree per argument: `values` replace the tensors, and None replaces all other leaves."""
+        """Return one pytree per argument, with `values` for the tensors, and None for all other leaves."""
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Turn one bool per tensor into one per argument: whether it needs a gradient, and can have one."""
+        """Return one bool per argument: whether it needs a gradient, and can have one."""
         can = self.can_get_gradient(mask)
         return tuple([any(can[a.span]) for a in self.arguments])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
-        """Return `mask` with False for integers, bools, PRNG keys and Refs, which have no gradient."""
+        """Return `mask` with False for tensors without a gradient: integers, bools, PRNG keys and Refs."""
         found = [m and has_tangent(t) for m, t in zip(mask, self.types, strict=True)]
         return [m and not r for m, r in zip(found, self.ref_mask, strict=True)] if self.ref_mask else found
 
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Bind the arguments of `apply` to the signature of `forward(ctx, ...)`."""
     declared = _declared(layer)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
         return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
@@ -158,8 +157,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
-    """The signature of a `forward` method, cached for all calls."""
-
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     rest: str  # the name of `*args`

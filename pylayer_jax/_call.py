@@ -59,7 +59,7 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without their tensors, and the hooks around the call."""
+    """One call of a layer, without the tensors."""
 
     __slots__ = ("arguments", "layer", "name", "outputs", "saver")
 
@@ -74,7 +74,6 @@ class LayerCall:
 
     @property
     def source(self) -> str:
-        """The name that JAX's errors give to the staged code."""
         return source_of(self.name, self.layer.forward)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
@@ -83,7 +82,6 @@ class LayerCall:
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
     def _given_names(self, kept: SavedContext) -> list[str | None]:
-        """Return the entry of `saved_names` for each saved value, or None."""
         given = self.layer.saved_names
         if not given or self.layer.host is True:  # then JAX keeps the inputs, whatever `forward` saves
             return [None] * kept.n_values
@@ -116,7 +114,6 @@ class LayerCall:
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
-        """Run `forward` for a call that JAX neither differentiates nor stages."""
         __tracebackhide__ = True
         ctx, result = self._call_forward(tensors, [False] * len(tensors), False)
         if is_array(result) and not ctx._state.must_return:  # the usual case
@@ -307,7 +304,7 @@ class _Watch(PassThroughTrace):
 
 
 def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
-    """Return the batch axis of each tensor in `outputs`. An int or None in `out_dims` applies to a whole subtree."""
+    """Return the batch axis of each tensor. An int or None in `out_dims` applies to a whole subtree."""
     tensors, skeleton = split(outputs)
     if out_dims is None or isinstance(out_dims, int):
         return [out_dims] * len(tensors)

@@ -1,4 +1,4 @@
-"""The outputs of `forward`, the context object `ctx`, and the values that one run of `forward` keeps for `backward`."""
+"""The outputs of `forward`, the context `ctx`, and the values that one run of `forward` keeps for `backward`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class Outputs:
 
     @staticmethod
     def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        """Split a result into its tensors, these tensors as JAX arrays, and its skeleton."""
         tensors, skeleton = split(result)
         if not tensors:
             raise ValueError(
@@ -132,7 +131,7 @@ class PyLayerContext:
             return x * scale
 
     Arrays in an attribute, also within a list, dict or other pytree, are kept like saved tensors. `backward` gets every
-    other object unchanged, and each NumPy array as a copy, which is a `jax.Array`.
+    other object unchanged, and a copy of each NumPy array as a `jax.Array`.
     """
 
     __slots__ = ("__dict__", "_state")
@@ -165,8 +164,7 @@ class PyLayerContext:
 
         Each value may be a pytree, whose leaves that are not arrays are saved unchanged. Of a `jax.Ref` argument,
         `backward` reads what it then holds. In a second derivative, a saved input is the input itself, a saved output
-        has the derivative that `backward` defines, and any other saved tensor that of the code of `forward` that
-        computes it from inputs and outputs.
+        has the derivative that `backward` defines, and any other saved tensor that of the code of `forward`.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -181,12 +179,12 @@ class PyLayerContext:
         state.saved = tuple([own_copy(x, state, "ctx.save_for_backward(...)") for x in tensors])
 
     def saved_tensor(self) -> tuple[Any, ...] | None:
-        """Return the tuple of saved values. As in Paddle, return None if `forward` saved nothing."""
+        """Return the tuple of saved values, or None, as in Paddle, if `forward` saved nothing."""
         return self._state.read_saved()
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The tuple of saved values. If `forward` saved nothing, the tuple is empty, as in torch."""
+        """The tuple of saved values, empty if `forward` saved nothing, as in torch."""
         return self._state.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
@@ -209,7 +207,7 @@ class PyLayerContext:
     def mark_non_differentiable(self, *outputs: Any) -> None:
         """Stop gradients through these outputs, under every transformation.
 
-        `backward` still gets a cotangent for each marked output: zeros, or None after `set_materialize_grads(False)`.
+        For a marked output, `backward` gets a cotangent of zeros, or None after `set_materialize_grads(False)`.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -224,7 +222,7 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        If a call takes a `jax.Ref`, `backward` always gets zeros for a missing cotangent.
+        If a call takes a `jax.Ref`, `backward` always gets zeros.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -345,7 +343,6 @@ class ForwardResult(NamedTuple):
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
-    """Collect what a run of `forward` returned and kept."""
     state = ctx._state
     if not hasattr(result, "dtype") and has_named_axis() and not (parts := split(result))[0]:
         # In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number. tests: contract/test_vmap.py
@@ -426,7 +423,6 @@ def is_none(x: Any) -> bool:
 
 
 def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
-    """Raise an error if `forward` did not return a value that a method of `ctx` requires it to return."""
     for value, call, advice in state.must_return:
         if contains(tensors, value):
             continue
@@ -438,7 +434,6 @@ def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
 
 
 def _ended_error(call: str, layer: str) -> ValueError:
-    """Return the error for keeping a tracer whose trace has ended, e.g. if `jax.jit` decorates `forward(ctx, x)`."""
     return ValueError(
         f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
         "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "

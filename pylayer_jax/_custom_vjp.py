@@ -35,10 +35,7 @@ class TracedCall:
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Return `forward`, staged for the types of `tensors`, and the values that it closes over.
-
-        In a fwd rule (`in_rule`), a derivative of `tensors` is a second derivative.
-        """
+        """Return the staged `forward` and its consts. In a fwd rule, a derivative of `tensors` is a second one."""
         __tracebackhide__ = True
         key = tuple(types_of(tensors))
         if (staged := self.staged.get(key)) is not None:
@@ -92,10 +89,10 @@ def _remember(
     """Return the results of the fwd rule, and append the `LayerMap` of this run to `traced_call.maps`.
 
     NOTE [several runs]
-    JAX may run the fwd rule several times for one application, and then passes the treedef that the last run returned
-    to every bwd rule. But the runs may differ: hooks may return other objects, and `forward` may keep another value of
-    a `jax.Ref`. Therefore, if JAX stages the call, each run has a number, which the bwd rule reads from the shape
-    `(number, 0)` of an additional residual. This residual takes no memory. tests: test_several_runs.py
+    JAX may run the fwd rule several times for one application, and then passes the treedef of the last run to every bwd
+    rule. But the runs may differ: hooks may return other objects, and `forward` may keep another value of a `jax.Ref`.
+    Therefore, if JAX stages the call, each run has a number, which the bwd rule reads from the shape `(number, 0)` of
+    an additional residual. This residual takes no memory. tests: test_several_runs.py
     It is no constant: in a derivative of a `jax.checkpoint` with a tuple for `prevent_cse`, JAX does not count those.
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)

@@ -43,7 +43,7 @@ class Quantize(PyLayer):
     """Layer that rounds x to a grid with a learned step (LSQ, Esser et al. 2020, equations 1 to 3).
 
     x gets the cotangent within the grid, and 0 outside. `factor` scales the gradient of `step`, the spacing of the
-    grid, so that an optimizer changes it only a little in each update.
+    grid, so that an update changes it only a little.
     """
 
     @staticmethod
@@ -99,7 +99,6 @@ def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: L
 def train(
     loss: Callable[..., jax.Array], images: jax.Array, labels: jax.Array, epochs: int, seed: int, title: str | None
 ) -> Parameters:
-    """Train for `epochs` passes over the images; a progress bar has the `title`, if there is one."""
     import optax
     from tqdm import tqdm
 
@@ -136,9 +135,6 @@ def gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array)
 
 def run(epochs: int, seed: int, progress: bool) -> bool:
     """Train on three quarters of the 1,797 digits, print the results, and return whether they meet the goals.
-
-    The gradients must match those of plain JAX, and after `ENOUGH_EPOCHS` epochs the test accuracy must reach
-    `ACCURACY`.
 
     Raises:
         ImportError: if optax, scikit-learn or tqdm is not installed; the extra named `demo` installs them.

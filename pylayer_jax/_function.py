@@ -73,7 +73,7 @@ class FunctionCtx(PyLayerContext):
 
 
 class Function(PyLayer):
-    """A custom gradient in the style of `torch.autograd.Function`, written with jax.numpy instead of torch.
+    """A custom gradient in the style of `torch.autograd.Function`.
 
         >>> class Multiply(Function):
         ...     @staticmethod
@@ -91,8 +91,7 @@ class Function(PyLayer):
     `Function` follows torch where a `PyLayer` follows Paddle:
 
     - `backward` receives one cotangent per output (None for an output that is not a tensor), and returns one gradient
-      per argument of the call; further Nones may follow. With `setup_context`, parameters that the call leaves at their
-      defaults count as arguments too.
+      per argument of the call (with `setup_context`, also per parameter left at its default); further Nones may follow.
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
 
@@ -125,8 +124,8 @@ class Function(PyLayer):
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, in a class whose `forward` takes no context.
 
-        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is its result. If an output is
-        also an input, saving it saves the input; torch refuses to save it.
+        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is its result. Unlike in torch,
+        an output that is also an input may be saved: as the input.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 

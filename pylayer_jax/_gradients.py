@@ -116,7 +116,6 @@ def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, to
 
 
 def _advice_to_wrap(result: Any, slots: Sequence[Argument]) -> str:
-    """Return advice about a tuple that looks like the gradient of one argument."""
     kind = type(result)
     for slot in slots if isinstance(result, tuple) and (kind is not tuple or len(slots) == 1) else ():
         if (slot.skeleton.treedef.node_data() or (None,))[0] is kind:
@@ -156,7 +155,7 @@ def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, 
 
 
 def _warn_once(layer: Any, text: str, method: str) -> None:
-    """Give a UserWarning once per class and method, at the line of the method."""
+    """Warn once per class and method, at the line of the method."""
     code = getattr(innermost(getattr(layer, method)), "__code__", None)  # None if the method is implemented in C
     place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
     with _lock:
@@ -170,7 +169,7 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
 
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
-    """Return one entry per argument for `jvp`: a pytree of tangents, or None for an argument without tensors."""
+    """Return one pytree of tangents per argument for `jvp`, or None for an argument without tensors."""
     full = [
         zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and materialize else as_array(t, a)
         for t, a in zip(tangents, arguments.types, strict=True)
@@ -207,13 +206,13 @@ def coerce(
     is_gradient: bool = False,
     batch: tuple[int, ...] | None = None,
 ) -> Any:
-    """Return `value` with the dtype, the shape and the varying mesh axes of `aval`. Return None for None.
+    """Return `value` with the dtype, the shape and the varying mesh axes of `aval`, or None for None.
 
     With a `batch`, return a NumPy array: on the host, JAX must not compute.
 
-    A gradient may have any shape to which `aval.shape` broadcasts, and is summed, as in torch. Every other shape is
-    refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide that `backward`
-    returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
+    A gradient of a shape to which `aval.shape` broadcasts is summed, as in torch. Every other shape is refused, even if
+    it differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide that `backward` returned the
+    gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
     """
     value = unboxed(value)
     if value is None:

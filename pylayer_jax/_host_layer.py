@@ -5,10 +5,10 @@
         ...                      y:f32[3] t:u32[2] = host_call[name=Solve.forward] device a b
                                  ga gb             = host_call[name=Solve.backward] device t a b dy
 
-The first call leaves the context of its run on the host; t has the number of this place in the program, and that of the
-run. The second call finds the context by t. If the host does not hold it any more, the second call runs `forward` again
-on a and b, so that JAX may drop, move, merge or repeat these calls. NOTE [held objects] in `_hooks/host.py` tells when
-the host drops a context. A call whose number no code reads leaves none.
+The first call leaves the context of its run on the host, where the second call finds it by t, the number of this place
+in the program and that of the run. If the host has dropped it (NOTE [held objects] in `_hooks/host.py`), the second
+call runs `forward` again on a and b, so that JAX may drop, move, merge or repeat these calls. A call whose number no
+code reads leaves no context.
 
 With concrete arrays, the methods run directly. Otherwise the types of the outputs come from a run of `forward` on
 example arrays, or from the method `result_types` of the class. With `host = "forward"`, the context keeps only inputs,
@@ -73,7 +73,7 @@ _store = HostStore()  # of all layers
 
 
 class _Run(NamedTuple):
-    """The result of a run of `forward`. That of an example has types in place of arrays."""
+    """Result of a run of `forward`. That of an example has types in place of arrays."""
 
     skeleton: Skeleton  # of the outputs
     arrays: list[Any]
@@ -92,7 +92,7 @@ class _Run(NamedTuple):
         return self._replace(arrays=types, context=self.context if isinstance(self.context, ResidualTree) else None)
 
     def values_of(self, run: _Run, batch: tuple[int, ...]) -> list[np.ndarray]:
-        """Return the arrays of a run in the dtypes of this example, from which it may differ in their contents only."""
+        """Return the arrays of a run in the dtypes of this example. The run may differ in their contents only."""
         rows = [*zip(self.arrays, run.arrays, self.marked, run.marked, strict=False)]
         try:
             fits = self.structure() == run.structure() and all(
@@ -160,7 +160,7 @@ class _Place(HeldObjects):
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
-        """Hold the context of a run. Return the numbers of the place and of the run; of a batch, of each example."""
+        """Hold the context of a run. Return the numbers of the place and of the run, or of each example of a batch."""
         numbers = np.array([new_number() for _ in range(device.size)], np.uint32).reshape(device.shape)
         if numbers.size and self.call.layer.host is True:
             arrays, rest = run.context
@@ -175,7 +175,7 @@ class _Place(HeldObjects):
     ) -> list[np.ndarray]:
         """Run `backward`. Return one array per gradient that is `needed`.
 
-        `numbers` are from `hold`. `arrays` are the inputs of `forward`, and the tensors of `skeleton`, the cotangents.
+        `numbers` are from `hold`. `arrays` are the inputs of `forward`, and the cotangents, the tensors of `skeleton`.
         """
         call, n = self.call, len(needed)
         is_taken, numbers = numbers[..., 0] == self.number, numbers[..., 1]
@@ -215,7 +215,7 @@ _examples: weakref.WeakKeyDictionary[type, dict[Any, _Run]] = weakref.WeakKeyDic
 
 
 def _example_of(place: _Place) -> _Run:
-    """Return an example, from an earlier call with the same types and statics if there is one."""
+    """Return an example: that of an earlier call with the same types and statics, if there is one."""
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
     statics = [(type(x), x) for a in arguments.arguments for x in itertools.chain([a.name], *a.skeleton.parts())]
@@ -283,7 +283,7 @@ def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
 
 
 def _example_arrays(call: LayerCall) -> list[np.ndarray]:
-    """Return random numbers from 0 to 1 (zeros for integers) for the tensors, or the result of `example`."""
+    """Return random numbers from 0 to 1 (zeros for integers), or the result of the method `example`."""
     # Code that takes a logarithm, or distances in a graph, fails or never ends on negative numbers.
     rng, arrays = np.random.default_rng(0), list[np.ndarray]()
     for t in call.arguments.types:
@@ -386,7 +386,6 @@ def depending_on_run(ctx: Any, cotangents: Sequence[Any]) -> list[Any]:
 
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
-    """Run `backward` on NumPy arrays. Return one gradient per tensor of the call, None for zero."""
     inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
     tensors, run = [*inputs, *given], functools.partial(ctx.place.gradients, needed, skeleton)
@@ -406,7 +405,6 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 
 def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """Run `vmap` on NumPy arrays. Return its outputs, and 0 as their batch axis."""
     example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""`PyLayer`, the base class of layers. Under a transformation, `_bind` chooses how JAX applies a layer."""
+"""`PyLayer`, the base class of layers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,6 @@ class Apply(classmethod):
         return bound
 
     def _function_of(self, owner: Any) -> Callable[..., Any]:
-        """Return a copy of this method's function, with the signature and docstring of `owner.forward`."""
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
@@ -220,8 +219,8 @@ class PyLayer:
 
     Every reverse-mode transformation uses `backward`, at every order of differentiation. In forward mode and for
     `jax.hessian`, JAX transposes `backward`, which then has to be linear in its cotangents. Runs of `backward` share
-    the objects that `forward` kept on `ctx`, except containers, which are copied for each run. In eager mode, a first
-    derivative runs both methods on concrete values; a second derivative traces `forward`.
+    the objects that `forward` kept on `ctx`, except containers, which are copied. In eager mode, a first derivative
+    runs both methods on concrete values; a second derivative traces `forward`.
 
     A class may also define these static methods:
 
@@ -239,12 +238,12 @@ class PyLayer:
         saved_names: a name, or None, for each value of `save_for_backward`, for the policies of `jax.checkpoint`. True
             gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a pytree, its path follows the name,
             as in `y['w']`. Names cost memory in a scan: JAX stacks a named tensor in addition to the tensor itself.
-        host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
-            and the other transformations. `ctx` may keep any object: it stays on the host. "forward" if `backward` is
-            JAX code, so that it has a derivative. Under a transformation, the types of the outputs come from a static
-            method `result_types(*args)`, which gets and returns `jax.ShapeDtypeStruct` objects in place of arrays; or
-            from a run of `forward` on example arrays: the result of a static method `example(*args)`, or random
-            numbers from 0 to 1, and zeros for integers.
+        host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays under every
+            transformation, and may keep any object on `ctx`. "forward" if `backward` is JAX code, so that it has a
+            derivative. Under a transformation, the types of the outputs come from a static method
+            `result_types(*args)`, which gets and returns `jax.ShapeDtypeStruct` objects in place of arrays; or from a
+            run of `forward` on example arrays: the result of a static method `example(*args)`, or random numbers from 0
+            to 1, and zeros for integers.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
         generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True only forbids a `vmap` method.
@@ -291,14 +290,14 @@ class PyLayer:
 
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines `forward`."""
+        """Compute the outputs, and keep on `ctx` the values that `backward` needs."""
         raise NotImplementedError(
             f"{ctx._state.layer}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
         )
 
     @staticmethod
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Turn one cotangent per output into one gradient per input. Every differentiated layer defines `backward`."""
+        """Turn one cotangent per output into one gradient per input."""
         raise NotImplementedError(
             f"{ctx._state.layer}.backward is not defined, but its gradient was asked for. Add to the class: "
             "@staticmethod def backward(ctx, dy): ..."
@@ -311,7 +310,7 @@ class PyLayer:
 
         An argument may be any pytree of arrays and other values. Gradients follow the parameter order of `forward`,
         also for keywords in another order. `forward` and `backward` may read and write an argument that is a `jax.Ref`,
-        which has no gradient. A call with a Ref has only a first derivative, in reverse mode.
+        which has no gradient; such a call has only a first derivative, in reverse mode.
 
         Returns:
             The outputs of `forward`, in the same containers, with each NumPy array converted to a `jax.Array`.

@@ -1,8 +1,8 @@
 """A layer as a function with a rule for its derivative.
 
 NOTE [orders]
-For a second derivative, JAX differentiates the body of the fwd rule of a `jax.custom_vjp` function. In this package,
-this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second derivative uses the layer's rule again:
+For a second derivative, JAX differentiates the body of the fwd rule of a `jax.custom_vjp` function. Here, this body
+applies a `RuleFunction` (`_jax/rule_function.py`), so that the second derivative uses the layer's rule again:
 
     custom_vjp function(traced_call, x)           one jax.custom_vjp function per class, in `_custom_vjp.py`
       fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr; `ctx` records what it saves
@@ -14,14 +14,12 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of y             = linear map of (residuals; tangents of x), whose transpose is `backward`
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
-Each residual is an input of the layer (x), an output (y) or an intermediate. A saved input has the tangent of the
+Each residual is an input of the layer (x), an output (y) or else an intermediate. A saved input has the tangent of the
 input, also if `forward` returns it. A saved output has the tangent that the rule computes; of an array that `forward`
-returns at two positions, that of the last position. An output that is marked non-differentiable is a constant. Every
-other saved tensor is an intermediate.
+returns at two positions, that of the last position. An output that is marked non-differentiable is a constant.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode it is
-not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls that do not use the custom_vjp function of
-the class.
+not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls that do not use the custom_vjp function.
 """
 
 from __future__ import annotations
@@ -70,12 +68,12 @@ from ._trees import contains
 class LayerMap(LinearMap):
     """The derivative of a layer: a linear map from tangents of the inputs to tangents of the outputs.
 
-    The map depends on the residuals r, and is the transpose of the pullback B, which is the layer's `backward`:
+    It depends on the residuals r, and is the transpose of the pullback B, which is the layer's `backward`:
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c.
 
-    Reverse mode calls `backward`, also if it is not linear in the cotangents. Forward mode evaluates B^T, and so needs
-    a `jvp`, or a `backward` that is linear in the cotangents.
+    Reverse mode calls `backward`, which need not be linear in the cotangents. Forward mode evaluates B^T, and so needs
+    a `jvp`, or a linear `backward`.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -156,8 +154,7 @@ class CodeMap(LinearMap):
     """The derivative of the variables `targets` of a jaxpr with respect to its perturbed `sources`.
 
     It gives the tangents of saved intermediates of `forward`. The residuals are the values of all `sources`. `evaluate`
-    calls `jax.jvp`, and `transpose` calls `jax.vjp`, so that code which supports only one of the two modes works in
-    this mode. A first derivative in reverse mode calls neither method.
+    calls `jax.jvp`, and `transpose` calls `jax.vjp`, so that code which supports only one of the two modes works in it.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -219,7 +216,6 @@ class StagedLayer(_hooks.LayerFunction):
         return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
 
     def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
-        """Return the values (or tangents, or batch axes) of the variables in `sources`."""
         return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
@@ -255,7 +251,7 @@ class StagedLayer(_hooks.LayerFunction):
         return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
-        """Return the results and their tangents. If `packs`, saved tensors are packed by the hooks around the call."""
+        """Return the results and their tangents. If `packs`, the hooks around the call pack saved tensors."""
         __tracebackhide__ = True
         n = self.n_consts
         if any(t is not None for t in tangents[:n]):
@@ -269,7 +265,6 @@ class StagedLayer(_hooks.LayerFunction):
     def _code_tangents(
         self, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], of_outputs: Sequence[Any]
     ) -> Values:
-        """Return the tangents of the intermediates, which come from the code of `forward`."""
         if not self.intermediates:
             return []
         of_sources = self._of_sources(tangents, of_outputs)
@@ -392,7 +387,7 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     In a shard_map, suppose that an input x varies over a mesh axis, and an output y depends on no such input. JAX would
     sum the cotangent of y over the axis, and `backward` would compute a wrong gradient of x: see NOTE [all outputs are
     batched] in `_jax/rule_function.py`. So y is made to vary. An output that depends on such an input, but does not
-    vary, was reduced by `forward`, and stays the same on all devices. tests: devices/test_shard_map.py
+    vary, was reduced by `forward`, and stays the same. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
@@ -451,7 +446,7 @@ def _outputs_and_tangents(
 def linearize(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
 ) -> tuple[LayerMap, Values, Values]:
-    """Return the linear map of a run of `forward`, the outputs, and the residuals of the map, packed if `packs`."""
+    """Return the linear map of a run of `forward`, the outputs, and the residuals, packed if `packs`."""
     __tracebackhide__ = True
     kept, outputs, residuals = run
     n = kept.n_saved

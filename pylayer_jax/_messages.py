@@ -62,7 +62,6 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the values that a function closes over, and the attributes of an object."""
     found = closed_over(value) if callable(value) else {}
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
     functions = types.FunctionType, types.BuiltinFunctionType, functools.partial
@@ -77,7 +76,6 @@ def held_by(value: Any) -> dict[str, Any]:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the value itself if it is a tensor, or the tensors in a list, tuple or dict."""
     return split(value)[0] if is_tensor(value) or type(value) in (list, tuple, dict) else []
 
 
@@ -212,7 +210,7 @@ _KEYWORDS: Final = {
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
-    """Return advice about an error in a layer's method or in a hook, or an empty string if there is none."""
+    """Return advice about an error in a layer's method or in a hook, or ""."""
     if isinstance(error, NEEDS_VALUES) or "concrete values" in str(error):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. A flag or a size has to "
@@ -327,7 +325,6 @@ class NoForwardModeError(TypeError):
 
 
 def bytes_of(memory: float | str, owner: str) -> float:
-    """Return a number of bytes, which may be a text such as "2 GiB"."""
     if isinstance(memory, (int, float)) and memory >= 0:
         return memory
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(I?))?B\s*", str(memory).upper())

@@ -49,11 +49,10 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        """Whether the tree is a container, such as a tuple, None or an empty list, and not a leaf."""
         return self.treedef.num_nodes > 1 or not self.leaves or type(self.leaves[0]) is _Dict
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
-        """Rebuild the tree from `tensors`, in flattening order, with each static replaced by `change(static)`."""
+        """Rebuild the tree from `tensors`, in flattening order, and from `change(static)` for each static."""
         if self is LEAF:
             return tensors[0]
         return self._fill(iter(tensors), change)
@@ -67,7 +66,6 @@ class Skeleton:
         )
 
     def without_statics(self, tensors: Sequence[Any]) -> Any:
-        """Rebuild the tree from `tensors`, with None in place of every static."""
         try:
             return self.fill(tensors, lambda _: None)
         except Exception:  # a class may accept arrays only; of equal numbers or None, one stands for the whole tree
@@ -98,7 +96,6 @@ class Skeleton:
         return [path for path, leaf in self.paths() if leaf is _TENSOR]
 
     def paths(self) -> list[tuple[str, Any]]:
-        """Return a pair (path, leaf) for each leaf; a placeholder stands for each tensor."""
         found: list[tuple[str, Any]] = []
         for path, leaf in zip(self.leaf_paths, self.leaves, strict=True):
             start = jax.tree_util.keystr(path)
@@ -107,10 +104,9 @@ class Skeleton:
         return found
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the values in `tree` at the positions of the tensors of this skeleton.
+        """Return the values in `tree` at the positions of the tensors, or raise a ValueError for another structure.
 
-        `tree` may be None, or a bare array for a container of one array, such as `flax.nnx.Param`. Another structure
-        raises a ValueError.
+        `tree` may be None, or a bare array for a container of one array, such as `flax.nnx.Param`.
         """
         if tree is None:
             return [None] * self.size
@@ -173,7 +169,7 @@ def _is_dict(_: Any, node: Any) -> bool:
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
-    """Split a pytree into its tensors, the leaves for which `predicate` is True, and the `Skeleton` without them."""
+    """Split a pytree into its tensors, the leaves for which `predicate` is True, and the rest."""
     if type(tree) is not tuple:
         if predicate(tree):
             return [tree], LEAF
@@ -184,7 +180,7 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
 
 def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
-    """Return the `Skeleton` of a tree, and append its tensors to the list `tensors`."""
+    """Return the `Skeleton` of a tree, and append its tensors to `tensors`."""
     if predicate(tree):
         tensors.append(tree)
         return LEAF
@@ -215,7 +211,7 @@ def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skel
 
 
 class WeakTable:
-    """A table whose keys are objects. It compares keys by identity, and keeps no key alive."""
+    """A table whose keys are objects. It compares them by identity, and keeps none alive."""
 
     __slots__ = ("_entries",)
 

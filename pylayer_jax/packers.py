@@ -6,11 +6,11 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-A pair packs the residuals that are computed inside the block, so put the block around the whole loss. Integers, complex
-numbers and PRNG keys are not packed. Unpacking restores the dtype, the sharding and the weak type of every tensor.
+Put the block around the whole loss: a pair packs the residuals that are computed inside it. Integers, complex numbers
+and PRNG keys are not packed. Unpacking restores the dtype, the sharding and the weak type of every tensor.
 
-Args of every pair, except `chain` and `by_name`, which have those of the pairs in them:
-    recompute: whether backward computes cheap operations again instead of keeping their results: True by default.
+Args of every pair, except `chain` and `by_name`, which have those of their pairs:
+    recompute: whether backward computes cheap operations again (the default) instead of keeping their results.
     arguments: whether to pack values from outside the block too, such as weights and inputs, and slices, reshapes and
         casts of them.
     only: a predicate of an array, or of an array and its origin (see `saved_tensors_hooks`), that selects the tensors
@@ -116,14 +116,14 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes < report.total_unpacked_bytes / 4
         True
 
-    The results of matrix products, convolutions, reductions, comparisons, loops, custom rules and other operations that
-    are not cheap are kept. Elementwise operations such as a gelu, a normalization or a product with a mask are computed
-    again, as the other ready pairs do too.
+    Elementwise operations, such as a gelu, a normalization or a product with a mask, are computed again, as the other
+    ready pairs do too. The results of all others are kept: matrix products, convolutions, reductions, comparisons,
+    loops, custom rules, ...
 
-    With a `limit`, backward also computes costly operations again until what the function keeps fits, those first that
-    save most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks
-    that follow from keys and integers. What decides by floats, loops, collectives, kernels, effects and custom rules
-    are never repeated. Such a pair decorates a function; it is no block.
+    With a `limit`, backward also repeats costly operations until what the function keeps fits, those first that save
+    most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks that
+    follow from keys and integers. Decisions by floats, loops, collectives, kernels, effects and custom rules are never
+    repeated. Such a pair decorates a function; it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
@@ -132,8 +132,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     Args:
         arguments: whether to compute again what follows from values outside the block.
         only: a predicate that selects the tensors that may be computed again; see `pylayer_jax.packers`.
-        limit: the bytes of one device that backward may keep, beside what came from outside: a number, or a text such
-            as "64 MiB". In a loop, for all iterations together; in a function that `jax.vmap` batches, for one example.
+        limit: the bytes that backward may keep on one device, beside what came from outside: a number, or a text such
+            as "64 MiB". It is for all iterations of a loop together, and for one example under `jax.vmap`.
 
     Warns:
         UserWarning: if the least that can be kept is more than the limit.
@@ -160,7 +160,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
     NumPy array.
 
     Args:
-        pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
+        pin_memory: whether eager mode keeps tensors in page-locked memory, which makes the transfer back faster.
         recompute, arguments, only: see `pylayer_jax.packers`.
     """
 
@@ -204,8 +204,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_bytes <= report.total_unpacked_bytes / 2
         True
 
-    Floating-point tensors are packed only if they are wider than `dtype`. bfloat16 has the range of float32, and a cast
-    to it changes a value by at most 1 part in 256. float16 is more exact, but values above 65504 become infinity.
+    Only floating-point tensors wider than `dtype` are cast. bfloat16 has the range of float32, and changes a value by
+    at most 1 part in 256. float16 is more exact, but values above 65504 become infinity.
 
     Args:
         dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
@@ -262,19 +262,18 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     scores. If the other finite values of the block range from a to b, a value v is kept as (v - a) / s, rounded to an
     integer, where s = (b - a) / (2^bits - 3): uniform quantization by group (Chen et al., "ActNN", 2021). Rounding to
     the nearest integer changes a value by at most s / 2, and stochastic rounding by less than s. Floating-point errors
-    add at most 4 times the machine epsilon times the larger of |a| and |b|. If b - a is less than about 2^(bits + 1)
-    times the smallest normal number, all values from a to b become a. NaN and inf become NaN, and do not affect other
-    values.
+    add at most 4 times the machine epsilon times max(|a|, |b|). If b - a is less than about 2^(bits + 1) times the
+    smallest normal number, all values from a to b become a. NaN and inf become NaN, and do not affect other values.
 
-    In each shard, the blocks cover the last axis exactly, so that packing needs no padding, and no communication
-    between devices. A tensor that packing would not make smaller is not packed.
+    The blocks cover the last axis of each shard exactly, so that packing needs no padding, and no communication between
+    devices. A tensor that packing would not make smaller is not packed.
 
     Args:
         bits: the number of bits per value, 8 or 4.
-        block_size: the largest number of values that share a scale. The length of a block is a divisor of the length of
-            the axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
-        stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
-            its position in the block. The default is True for 4 bits, where biased rounding harms training.
+        block_size: the largest number of values that share a scale. The length of a block divides the length of the
+            axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
+        stochastic: whether to round up or down at random, without bias. The random numbers are a hash of the value and
+            of its position in the block. The default is True for 4 bits, where biased rounding harms training.
         recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
@@ -301,7 +300,6 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return _is_float(x) and x.ndim > 0 and isinstance(x.shape[-1], int)
 
         def block_of(x: Any, in_shard: int) -> tuple[int, int]:
-            """Return the length of a block, and the bytes of its codes and of its three numbers."""
             length = _block_length(in_shard, block_size)
             return length, 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
 
@@ -338,10 +336,10 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
         >>> layer = jax.checkpoint(lambda x, w: jax.nn.relu(x @ w), policy=products_and_decisions)
         >>> loss = quantize_saved(8)(lambda x, w: jnp.sum(layer(x, w) ** 2))
 
-    Under a checkpoint inside a block of hooks that round, everything else is computed again from rounded products. So
-    results that change by leaps (a comparison of floats, `sign`, `round`, a cast to integers, a sort, an argmax) are
-    saved too. The policy cannot see which operand a max pooling compares: give it a name with `checkpoint_name`, and
-    combine this policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
+    Inside a block of hooks that round, a checkpoint computes everything else again from rounded products. So results
+    that change by leaps (a comparison of floats, `sign`, `round`, a cast to integers, a sort, an argmax) are saved too.
+    The policy cannot see which operand a max pooling compares: give it a name with `checkpoint_name`, and combine this
+    policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
     """
     row = ROWS.get(primitive.name)
     if row is None:
@@ -374,7 +372,6 @@ def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
 
 
 def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    """Join the blocks of an axis: [..., n / length, length, ...] becomes [..., n, ...]."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return jnp.reshape(x, shape, out_sharding=sharding)
 
@@ -393,7 +390,6 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return `x` and the bit positions 0 to 7, which broadcast along `axis`."""
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
@@ -417,7 +413,7 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and the three numbers of each block.
+    """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and three numbers of each block.
 
     These are the smallest value; the smallest of the larger ones, or the largest finite one if there are none; and the
     largest finite value.
@@ -524,16 +520,15 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program, it
     is removed when the operation that wrote it runs again after backward has read it. `close()` and the end of the
     process remove all files. Pairs with the same directory share compiled programs, whose files the last `close()`
-    removes. A killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a
-    checksum.
+    removes. A killed process leaves its files in a folder named saved_tensors-*.
 
     Args:
-        directory: the directory in which the pair creates a folder for its files. It is created if needed.
+        directory: where the pair creates a folder for its files. It is created if needed.
         recompute, arguments, only: see `pylayer_jax.packers`.
 
     Raises:
         OSError: if the directory cannot be written to, or is full (complete files stay readable); in backward, if a
-            file was deleted or changed, or cannot be read.
+            file cannot be read, or has another checksum.
     """
 
     def __init__(
@@ -551,7 +546,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder for the files of one pair of hooks, which is removed when the pair and its files are deleted."""
+    """A folder for the files of one pair of hooks."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -563,8 +558,6 @@ class _Folder:
 
 
 class _File:
-    """A tensor in a file, which is removed when this object is deleted."""
-
     __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
 
     def __init__(self, folder: _Folder, x: np.ndarray) -> None:
@@ -617,9 +610,9 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked. For example,
-    `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as four arrays: integers of shape [1024, 8, 128],
-    and three numbers for each block, each of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move these four, and no
+    The second pair packs the arrays that the first pair returns, and the tensors that it leaves unpacked. Here,
+    `quantize_saved` packs a float32 tensor of shape [1024, 1024] as four arrays: integers of shape [1024, 8, 128], and
+    three numbers for each block, each of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move these four, and no
     other integers.
 
     A chain is `differentiable` (an argument of `saved_tensors_hooks`), packs values from outside the block, and
@@ -628,7 +621,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
             `host=True` must come last. The predicate `only` of a pair gets the arrays that this pair would pack.
-        only: a predicate that gets each saved tensor, before any pair of the chain packs it.
+        only: a predicate of each saved tensor, before any pair of the chain packs it.
 
     Raises:
         TypeError: if an argument is not a pair, or if there are no arguments.
@@ -679,10 +672,9 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         (8, 128)
 
     Of the names in a tensor's origin (see `saved_tensors_hooks`), the first that is a key decides: `info.name`,
-    `info.layer`, `info.operation`, then those in `info.inside`, from the innermost to the outermost. So the name of a
-    module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key
-    `...` is for all others. `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it
-    is no block.
+    `info.layer`, `info.operation`, then those in `info.inside`, innermost first. So the class name of a module selects
+    the tensors that it computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` is for all others.
+    `saved_tensors_report` prints a name of each tensor. Such a pair decorates a function; it is no block.
 
     Backward computes cheap operations again, and values from outside the block are packed, only if all pairs say so.
 

@@ -1,4 +1,4 @@
-"""Provides `check_layer`, `gradcheck`, `gradgradcheck` and `assert_equivalent`, and the report of `check_layer`."""
+"""The public checkers, and the report of `check_layer`."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ def check_layer(
     float64: bool = True,
     raises: bool = True,
 ) -> LayerReport:
-    """Check a layer under each transform of JAX, and check its derivatives in reverse mode and in forward mode.
+    """Check a layer under each transform of JAX, and its derivatives in reverse mode and in forward mode.
 
         >>> report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
         >>> report.passed
         True
 
-    The report has one row per property, which begins with ✓ if the layer has it, with ✗ if not, and with – if there is
-    nothing to check:
+    The report has one row per property, with ✓ if the layer has it, ✗ if not, and – if there is nothing to check:
 
     - eager: JAX can compute the outputs and gradients;
     - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap batches each choice
@@ -57,15 +56,15 @@ def check_layer(
       all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, as
       in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that no entry of the values takes
-      (of `jnp.where`, `jnp.clip`, `abs`, a mask, a sort, ...). Pass arguments for which an entry takes it;
+      (of `jnp.where`, `jnp.clip`, `abs`, a mask, a sort, ...): pass arguments for which an entry takes it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
       A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer whose gradients have no `jax.jvp` passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the same effect as zeros;
-    - linear: the gradients are linear in the cotangents. The row says whether this is proved. A layer whose gradients
-      are not linear, such as a layer that clips its gradient, passes if `reference` has the same gradients;
+    - linear: the gradients are linear in the cotangents (the row says whether this is proved), or else the same as
+      those of `reference`, for a layer that clips its gradient;
     - repeatable: a run of the layer on other values, shapes or statics (arguments that are not tensors) does not change
       the gradients of an earlier run;
     - leaks: no traced value outlives its trace under jit.
@@ -74,16 +73,15 @@ def check_layer(
 
     Args:
         layer: a layer class, or a function of `args` that applies a layer.
-        *args: any pytrees, as in `gradcheck`. Arguments that are not tensors are passed to the layer unchanged.
-        kwargs: keyword arguments, which are checked in the same way as `args`.
+        *args: any pytrees. Leaves that are not tensors are passed to the layer unchanged.
+        kwargs: keyword arguments, which are checked like `args`.
         reference: a plain JAX function of the same arguments that defines the right outputs and derivatives. Pass one
             if the gradient is meant to differ from the derivative of `forward`, as for a straight-through estimator.
         skip: one name or several names of properties to leave out, as in `skip=["second order", "leaks"]`.
         rtol: relative tolerance. The default is that of `gradcheck` for numerical derivatives, and the square root of
             the machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
-        atol: absolute tolerance, as in `gradcheck`.
+        atol, float64: as in `gradcheck`.
         seed: seed of the random cotangents and tangents.
-        float64: whether numerical derivatives are computed in float64, as in `gradcheck`.
         raises: whether to raise an error if a property fails or cannot be tested.
 
     Raises:
@@ -143,8 +141,6 @@ _WIDTH = len("forward over reverse")  # the longest name of a property
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Result of one check."""
-
     name: str
     passed: bool  # also True if there is nothing to check
     message: str
@@ -188,7 +184,6 @@ class LayerReport:
         return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
 
     def hints(self) -> list[str]:
-        """Return sentences that say how to declare failures that look intended."""
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
@@ -282,23 +277,24 @@ def gradcheck(
         True
 
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
-    float64. The gradients must stay the same in a second run, if `fun` runs on other values before backward, if only
-    one argument is differentiated, if zero cotangents are missing, and under `jax.jit`, unless `fun` needs concrete
-    values. They must be linear in the cotangents.
+    float64. They must stay the same in a second run, if `fun` runs on other values before backward, if only one
+    argument is differentiated, if zero cotangents are missing, and under `jax.jit`, unless `fun` needs concrete values.
+    They must be linear in the cotangents.
 
     Gradients are also compared at random values, if `fun` accepts them, and at `100 * args` and `0.01 * args`, if its
-    outputs are finite there. `fun` may clip at such values, and its gradients may overflow. In an array of random
-    values, all are positive, or sorted along the last axis, if those in `args` are, and they are in [-1, 1] if those in
-    `args` are, unless `fun` fails at all such values. If `fun` needs special values such as symmetric matrices, check a
-    function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where even a
-    right gradient may differ from the central difference. Branches that no value takes
-    give a UserWarning. Shapes, dtypes, integers and statics stay as given: check several.
+    outputs are finite there; there, `fun` may clip, and its gradients may overflow. In an array of random values, all
+    are positive, or sorted along the last axis, if those in `args` are, and they are in [-1, 1] if those in `args` are,
+    unless `fun` fails at all such values. If `fun` needs special values such as symmetric matrices, check a function
+    that makes them: `lambda a: Layer.apply((a + a.T) / 2)`.
+
+    Choose arguments away from kinks, where even a right gradient may differ from the central difference. Branches that
+    no value takes give a UserWarning. Shapes, dtypes, integers and statics stay as given: check several.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
         args: a tuple of any pytrees. JAX differentiates with respect to the floating-point and complex arrays in them.
-        reference: a plain JAX function of the same `args`. Its outputs and gradients are then expected, instead of
-            central differences. Pass one if a gradient is meant to differ from the derivative of the outputs.
+        reference: a plain JAX function of the same `args`, whose outputs and gradients are then expected. Pass one if a
+            gradient is meant to differ from the derivative of the outputs.
         rtol: relative tolerance. The default is the cube root of the machine epsilon for comparisons with central
             differences, and the square root for others.
         atol: absolute tolerance. The default is `sqrt(eps) * max(abs(gradient))`, where `eps` is the machine epsilon.
@@ -308,12 +304,12 @@ def gradcheck(
         limit: the largest number of entries of an array that are perturbed one by one. In a larger array, this number
             of random entries and one random direction are perturbed.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
-        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. With False, or
-            if `fun` casts to a narrower dtype inside, they are computed in a narrower dtype, with wider tolerances.
+        float64: whether to compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes.
+            Narrower dtypes, also those to which `fun` casts inside, have wider tolerances.
 
     Raises:
-        AssertionError: if a gradient is wrong; otherwise `gradcheck` returns True, as in torch. The message names the
-            argument and the index with the largest error, both values and the tolerance.
+        AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
+            both values and the tolerance.
         TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
     options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
@@ -338,7 +334,7 @@ def gradgradcheck(
         >>> gradgradcheck(Tanh, (x,))
         True
 
-    A gradient is a function of the arguments and of the cotangents, so both are perturbed.
+    The arguments and the cotangents are perturbed, as the gradients depend on both.
     """
     options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
     _check("gradgradcheck", fun, reference, args, [1, 2], options)
@@ -359,19 +355,18 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The expected gradients are those that JAX computes for the reference, which need not be the derivatives of its
-    outputs: here they are 1, although the derivative of rounding is 0. The checks are those of `gradcheck`, also for
-    random values.
+    The expected gradients are those that JAX computes for the reference: here they are 1, although the derivative of
+    rounding is 0. The checks are those of `gradcheck`, also for random values.
 
-    The layer may run on several devices; the reference runs on one. Each device's copy of an output or gradient is
-    compared with the result of the reference. The message reports a factor by which all entries are wrong, such as the
-    number of devices. Pass arguments whose entries differ, because equal shards hide mistakes.
+    The layer may run on several devices; the reference runs on one, and each device's copy of a result is compared with
+    its result. The message reports a factor by which all entries are wrong, such as the number of devices. Pass
+    arguments whose entries differ, because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
         reference: a function of the same `args` that returns the same tensors, in any containers. If it also returns
-            objects that are not tensors, the layer must return as many objects of the same types, and equal ones if
-            they are numbers, strings or bytes.
+            other objects, the layer must return as many of the same types, and equal ones if they are numbers, strings
+            or bytes.
         args: a tuple of any pytrees.
         orders: the orders of the derivatives to compare: 0 for outputs, 1 for gradients, up to 3.
         rtol: relative tolerance. The default is the square root of the machine epsilon.
@@ -379,8 +374,7 @@ def assert_equivalent(
         seed: seed of the random cotangents.
 
     Raises:
-        AssertionError: if a result of the layer is wrong. The message names the output or argument, the index with the
-            largest error, and both values.
+        AssertionError: if a result of the layer is wrong. The message is like that of `gradcheck`.
         TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
     """
     if not orders or any(order not in range(4) for order in orders):

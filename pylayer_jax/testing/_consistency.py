@@ -1,8 +1,4 @@
-"""Defines the checks that compare gradients with those of other runs, of other cotangents, and under transforms of JAX.
-
-They find layers that store values outside `ctx`, and layers whose gradients are wrong if a cotangent is missing, if an
-entry of `needs_input_grad` is False, or for very large or very small cotangents.
-"""
+"""Compares gradients with those of other runs, of other cotangents, and under transforms of JAX."""
 
 from __future__ import annotations
 
@@ -56,7 +52,6 @@ def check_eager(subject: Subject) -> Cases:
 
 
 def check_repeatable(subject: Subject) -> Cases:
-    """Compare the gradients with those of a second run, and of runs that are followed by other runs of the layer."""
     function, w = subject.function, subject.cotangents
 
     def case(label: str, pull: Any) -> Case:
@@ -76,7 +71,6 @@ def check_repeatable(subject: Subject) -> Cases:
 
 
 def check_arguments(subject: Subject) -> Cases:
-    """Check that the gradient of each argument stays the same if JAX differentiates only this argument."""
     names = subject.function.value_names
     if len(names) == 1:
         return f"there is one, {names[0]}"
@@ -87,7 +81,6 @@ def check_arguments(subject: Subject) -> Cases:
 
 
 def check_cotangents(subject: Subject) -> Cases:
-    """Check that missing cotangents give the same gradients as zeros."""
     function, w = subject.function, subject.cotangents
     if len(w) == 1:
         return "there is one, which cannot be missing"
@@ -106,7 +99,6 @@ def check_cotangents(subject: Subject) -> Cases:
 
 
 def check_linear(subject: Subject) -> Cases:
-    """Check that the gradients are linear in the cotangents, or else as those of the reference."""
     cases = _linearity_cases(subject, subject.function, subject.cotangents)
     mismatch = first_mismatch(cases)
     if mismatch is not None and subject.reference is not None:
@@ -127,7 +119,6 @@ def check_linear(subject: Subject) -> Cases:
 
 
 def _linearity_cases(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
-    """Compare the gradients for negated, scaled, zero and added cotangents with those that linearity predicts."""
     pull = function.vjp(w)
     gradients, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
     got_and_expected: dict[str, tuple[Any, Any]] = {}
@@ -206,7 +197,6 @@ def check_transform(transform: Callable[..., Any], label: str, subject: Subject)
 
 
 def check_shard_map(subject: Subject) -> Cases:
-    """Compare the outputs and gradients under `jax.shard_map`, for replicated arguments, with eager mode."""
     function, mesh = subject.function, None
     tensors, cotangents, count = function.tensors, subject.cotangents, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
@@ -230,7 +220,6 @@ def check_shard_map(subject: Subject) -> Cases:
 
 
 def check_vmap(subject: Subject) -> Cases:
-    """Compare the outputs and gradients under `jax.vmap` with those of each example alone."""
     function, positions = subject.function, subject.function.differentiated_positions
     # For each choice, by a text for messages: the batch axes by the positions of the batched tensors.
     choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
@@ -258,7 +247,7 @@ def check_vmap(subject: Subject) -> Cases:
 
 
 def _case_of_examples(subject: Subject, batch_axes: dict[int, int], label: str, is_jitted: bool = True) -> Case:
-    """Compare the results for a batch of examples with those for each alone. `batch_axes`: the axes by position."""
+    """Compare a batch of examples with each example alone. `batch_axes` maps positions to axes."""
     function, positions = subject.function, subject.function.differentiated_positions
     examples = [
         function.with_tensors([_example(x, i) if p in batch_axes else x for p, x in enumerate(function.tensors)])

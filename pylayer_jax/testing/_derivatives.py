@@ -49,12 +49,10 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 
 
 def check_gradients(subject: Subject) -> Cases:
-    """Compare the gradients with those of the reference, or else with central differences."""
     return (yield from _also_at_other_values(subject, _compare_gradients))
 
 
 def check_second_order(subject: Subject) -> Cases:
-    """Compare the second derivatives in the same way."""
     try:
         return (yield from check_gradients(subject.derivative))
     except HostBackwardError as error:
@@ -269,8 +267,6 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
 
 
 class _Value(NamedTuple):
-    """The value of a variable of a jaxpr."""
-
     array: Any
     is_variable: bool  # whether it depends on more than constants
     is_signed: bool  # whether it may be negative
@@ -329,7 +325,6 @@ def _is_guard(equation: Any, operands: Sequence[_Value]) -> bool:
 
 
 def _compare_outputs(subject: Subject) -> Cases:
-    """Compare the tensors and the statics (objects that are not tensors) with those of the reference."""
     assert subject.reference is not None
     got, statics = subject.function.run_with_statics()
     expected, expected_statics = subject.reference.run_with_statics()
@@ -528,7 +523,6 @@ def _worst_entry(case_along: Callable[[np.ndarray], Case], direction: np.ndarray
 
 
 def check_forward_mode(subject: Subject) -> Cases:
-    """Compare `jax.jvp` with the gradients, for each argument alone, under `jax.jit` and under `jax.vmap`."""
     if reason := _why_not_defined(subject):
         return reason
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
@@ -547,7 +541,6 @@ def check_forward_mode(subject: Subject) -> Cases:
 
 
 def check_forward_over_reverse(subject: Subject) -> Cases:
-    """Compare `jax.jvp` of the gradients, and `jax.jvp` of `jax.jvp`, with reverse over reverse."""
     second = subject.derivative
     if reason := _why_not_defined(second):
         return reason
@@ -571,7 +564,7 @@ def check_forward_over_reverse(subject: Subject) -> Cases:
 
 
 def _why_not_defined(subject: Subject) -> str:
-    """Return the reason why `jax.jvp` cannot differentiate the function under test, or "" if it can."""
+    """Return why `jax.jvp` cannot differentiate the function under test, or "" if it can."""
     try:
         _jvp(subject, subject.function, subject.function.values)
     except NoForwardModeError as error:

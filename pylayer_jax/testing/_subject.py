@@ -6,12 +6,11 @@
     f.run()                       # the tensors that Linear.apply returns, in a list
     f.gradients({0: dy})          # [the gradient of b, ...]
     f.named_gradients({0: dy})    # {"the gradient of args[0]['b']": ..., ...}
-    f.gradient_function({0: dy})  # the function from the values and dy to the gradients
 
     compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
-    # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
+    # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); ...
 
-`Subject(f, reference, Options())` has the outputs, random cotangents, gradients and tolerance of `f`.
+`Subject(f, reference, Options())` adds random cotangents, and a tolerance.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class TensorFunction:
         return other
 
     def only(self, j: int) -> TensorFunction:
-        """Return a copy of which only value number `j` is differentiated."""
         other = copy.copy(self)
         other.differentiated_positions = [self.differentiated_positions[j]]
         return other
@@ -79,7 +77,6 @@ class TensorFunction:
         return self.run_with_statics()[0]
 
     def run_with_statics(self) -> tuple[list[Any], list[Any]]:
-        """Return the tensor outputs, and the statics (outputs that are not tensors)."""
         tensors, skeleton = split(self.function(*self.skeleton.fill(self.tensors)))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
 
@@ -113,7 +110,7 @@ class TensorFunction:
         return jax.vjp(run, self.values, has_aux=True)[2]
 
     def run_changed(self, kind: type) -> bool:
-        """Run the function with all arguments of one type changed, and return whether there are any."""
+        """Run with all arguments of one type changed, and return whether there are any."""
 
         def changed(x: Any) -> Any:
             applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
@@ -126,8 +123,6 @@ class TensorFunction:
         return True
 
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
-        """Return the function from the values to a dict of the outputs at `positions`."""
-
         def run(*values: Any) -> dict[int, Any]:
             returned = self.outputs(values)
             return {k: returned[k] for k in positions}
@@ -147,7 +142,7 @@ class TensorFunction:
         return {f"the gradient of {name}": g for name, g in zip(self.value_names, gradients, strict=True)}
 
     def results(self, cotangents: Cotangents) -> Arrays:
-        """Return the outputs, of a run that JAX does not differentiate, and the gradients."""
+        """Return the outputs of a run that is not differentiated, and the gradients."""
         return {**named_outputs(self.run()), **self.named_gradients(cotangents)}
 
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
@@ -173,7 +168,7 @@ CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return `function` and its arguments as a `TensorFunction`; `checker` is the public function, for messages."""
+    """Return `function` and its arguments as a `TensorFunction`; error messages name the public `checker`."""
     call = function_of(function)
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
@@ -212,13 +207,11 @@ def name_of(function: Any) -> str:
 
 
 def placed(like: Any, numbers: Any) -> Any:
-    """Return `numbers` with the dtype of `like`, and with its sharding if it is on several devices."""
     x = jnp.asarray(np.asarray(numbers), like.dtype)
     return jax.device_put(x, like.sharding) if len(like.sharding.device_set) > 1 else x
 
 
 def gathered(x: Any) -> Any:
-    """Return the same array on one device."""
     if is_tracer(x) or len(x.sharding.device_set) == 1:
         return x
     if is_key(x):
@@ -227,7 +220,6 @@ def gathered(x: Any) -> Any:
 
 
 def random_like(like: Any, rng: np.random.Generator) -> Any:
-    """Return an array like `like`, with random entries of either sign and of absolute value 0.5 to 1.5."""
     size = rng.uniform(0.5, 1.5, like.shape) * rng.choice([-1.0, 1.0], like.shape)
     if jnp.iscomplexobj(like):
         size = size * np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))
@@ -249,7 +241,7 @@ Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradien
 
 
 class MismatchError(AssertionError):
-    """An AssertionError about arrays that differ, which only the checkers of this package raise."""
+    """Error about arrays that differ, which only the checkers of this package raise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +262,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The arrays that a function returns under a transformation, such as `jax.jit`, and the expected arrays."""
+    """The arrays that a function returns, such as under `jax.jit`, and the expected arrays."""
 
     label: str  # the way to run the function, in words that follow "output 0": " under jit"
     got: Arrays
@@ -319,7 +311,7 @@ def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
 
 
 def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
-    """Return a sentence if all entries are wrong by one factor, such as the number of devices, or else ""."""
+    """Return a sentence if all entries are wrong by one factor, such as the number of devices, or ""."""
     size = float(np.sum(np.abs(expected) ** 2))
     if not (size and np.isfinite(size) and np.all(np.isfinite(got)) and np.count_nonzero(expected) > 1):
         return ""
@@ -330,7 +322,6 @@ def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
 
 
 def exact(x: Any) -> np.ndarray:
-    """Return `x`, or its key data, as a NumPy array in double precision."""
     if is_key(x):
         x = jax.random.key_data(x)
     x = np.asarray(x)
@@ -338,13 +329,12 @@ def exact(x: Any) -> np.ndarray:
 
 
 def largest(x: Any) -> float:
-    """Return the largest absolute value among the finite entries, or 0."""
     x = exact(x)
     return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message, or its last line if the message is the traceback of a callback."""
+    """Return the first line of an error message, or the last line if it is the traceback of a callback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if lines[0].endswith("Traceback (most recent call last):") else lines[0]
 
@@ -402,7 +392,6 @@ class Subject:
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return the same `Subject` for other values of the user's tensors."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -436,7 +425,7 @@ class Subject:
 
     @functools.cached_property
     def epsilon(self) -> float:
-        """The machine epsilon of the narrowest dtype among the values, the outputs and what forward casts to."""
+        """The machine epsilon of the narrowest dtype in the computation."""
         dtypes = [x.dtype for x in (*self.function.values, *self.outputs) if has_tangent(x)]
         inner = (self.reference or self.function).inner_dtypes()  # a reference says how exact the layer is meant to be
         return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *inner))
@@ -456,7 +445,6 @@ class Subject:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        """The tolerance for comparing results, which includes how far rounding errors may move each of them."""
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.function.values]
         values = [placed(x, exact(x) * (1 + step)) for x, step in zip(self.function.values, steps, strict=True)]
@@ -479,7 +467,6 @@ class Subject:
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a generator of random numbers, independent of those of other streams."""
         return np.random.default_rng((self.options.seed, stream))
 
 
@@ -492,7 +479,7 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 
 
 def run_check(cases: Cases) -> tuple[str, int]:
-    """Compare each case of a check, and return the sentence for the report, and the number of cases."""
+    """Compare each case of a check. Return the sentence for the report, and the number of cases."""
     # JAX logs each exception of a callback with its traceback, and also raises it.
     logger = logging.getLogger(jax.pure_callback.__module__)
     has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
