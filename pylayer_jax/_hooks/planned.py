@@ -165,21 +165,24 @@ def _is_held(equation: Any, index: int) -> bool:
 # -- the staged function -----------------------------------------------------------------------------------
 
 
+# The equations around a function, each with the number of the branch: bodies, and calls of jitted functions.
+Path = tuple[tuple[Any, int], ...]
+
+
 class Budget:
     """What a decorated function and the bodies in it may spend: operations per byte. One price for all of them."""
 
     def __init__(self, price: float = math.inf) -> None:
         self.price = price
-        # planned function -> its plan, the number of its runs, and the equations around it, which branches of a cond
-        # share. (No ids as keys: a function within a body may be gone when the next one is made.)
-        self.plans: dict[Any, tuple[Plan, int, Any]] = {}
+        self.plans: dict[Planned, Plan] = {}
 
     def bytes_at(self, price: float) -> float:
         """Return how many bytes would be kept: of the branches of a cond, those of the largest."""
-        of_equation: dict[Any, float] = {}
-        for plan, times, key in self.plans.values():
-            of_equation[key] = max(of_equation.get(key, 0), times * plan.bytes_at(price))
-        return sum(of_equation.values())
+        of_path: dict[Path, float] = {}
+        for planned, plan in self.plans.items():
+            path, times = planned.around.path, planned.around.times
+            of_path[path] = max(of_path.get(path, 0), times * plan.bytes_at(price))
+        return _sum_of(of_path)
 
     def price_for(self, limit: float) -> float:
         """Return about the lowest price at which the bytes are within the limit, or the highest price."""
@@ -192,6 +195,13 @@ class Budget:
         return high
 
 
+def _sum_of(of_path: Mapping[Path, float]) -> float:
+    within: dict[Any, dict[int, dict[Path, float]]] = {}  # equation -> branch -> the rest of a path -> bytes
+    for ((equation, branch), *rest), size in [(path, size) for path, size in of_path.items() if path]:
+        within.setdefault(equation, {}).setdefault(branch, {})[tuple(rest)] = size
+    return of_path.get((), 0) + sum(max(map(_sum_of, branches.values())) for branches in within.values())
+
+
 _PRICES: Final = 1e-2, 1e6
 _N_TRIES: Final = 13
 
@@ -202,11 +212,11 @@ class Surroundings(NamedTuple):
     pair: Pair
     entry: Any  # source information of the call
     budget: Budget
-    path: tuple[Any, ...] = ()  # the equations around the body, and calls of jitted functions that hold them
+    path: Path = ()
 
     @property
     def within(self) -> list[Any]:
-        return [e for e in self.path if e.primitive.name in BODIES]
+        return [e for e, _ in self.path if e.primitive.name in BODIES]
 
     @property
     def times(self) -> int:
@@ -237,7 +247,7 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
         if not has_rules and not (has_bodies and not names.isdisjoint(BODIES)):
             return e
         # Calls of one jitted function share its equations, and each keeps its own residuals.
-        changed = prepared(code, is_free, around._replace(path=(*around.path, e)), has_bodies)
+        changed = prepared(code, is_free, around._replace(path=(*around.path, (e, 0))), has_bodies)
         return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})
     if not has_bodies or name not in BODIES or any(j.constvars for j in inner):
         return e
@@ -248,7 +258,7 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
     if name == "cond":
         if around.pair.moves_to_host:
             return e
-        branches = [_planned_body(branch, [True] * len(branch.invars), around, e) for branch in inner]
+        branches = [_planned_body(x, [True] * len(x.invars), around, e, i) for i, x in enumerate(inner)]
         return e.replace(params={**params, "branches": tuple(branches)})
     (body,) = inner
     return e.replace(params={**params, "jaxpr": jaxpr_and_consts(_planned_body(body, is_free, around, e))[0]})
@@ -268,11 +278,11 @@ def _with_consts(jaxpr: Any, like: Any) -> Any:
     return like.replace(jaxpr=jaxpr) if hasattr(like, "jaxpr") and like.jaxpr is not like else jaxpr
 
 
-def _planned_body(body: Any, outside: Sequence[bool], around: Surroundings, equation: Any) -> Any:
+def _planned_body(body: Any, outside: Sequence[bool], around: Surroundings, equation: Any, branch: int = 0) -> Any:
     """Return a jaxpr whose only equation is a planned function of this body."""
     if not body.eqns:
         return as_parameter(body)
-    around = around._replace(path=(*around.path, equation))
+    around = around._replace(path=(*around.path, (equation, branch)))
     function = Planned(body, outside, f"the body of a {equation.primitive.name}", around)
     inputs = [Var(v.aval) for v in body.invars]
     outputs = [Var(v.aval) for v in body.outvars]
@@ -739,7 +749,7 @@ class Planned(HookedFunction):
             self._plans[key] = self._new_plan(types, nonzero, has_bodies)
         plan, around = self._plans[key], self.around
         if around.within and around.pair.limit is not None:
-            around.budget.plans[self] = plan, around.times, around.path
+            around.budget.plans[self] = plan
         return plan
 
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
@@ -755,7 +765,7 @@ class Planned(HookedFunction):
             return plan
         budget = Budget()
         plan = self._plan_at(self.around._replace(budget=budget), types, nonzero, has_bodies)
-        budget.plans[self] = plan, 1, self
+        budget.plans[self] = plan
         if budget.bytes_at(math.inf) <= limit:
             return plan
         price = budget.price_for(limit)

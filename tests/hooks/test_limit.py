@@ -126,6 +126,19 @@ def test_each_call_of_a_jitted_loop_counts():
     assert bytes_held(recompute_saved(limit=limit)(loss)) <= limit < bytes_held(recompute_saved()(loss))
 
 
+def test_loops_in_branches_of_a_cond():
+    def loop(x, ws, f):
+        return jax.lax.scan(lambda x, w: (f(x @ w), None), x, ws)[0]
+
+    def loss(ws, x):
+        functions = [lambda x, ws: loop(x, ws, jnp.tanh), lambda x, ws: loop(x, ws, jnp.sin)]
+        return jnp.mean(jax.lax.switch((x[0, 0] > 0).astype(int), functions, x, ws))
+
+    with pytest.warns(UserWarning, match="the least") as caught:
+        held = bytes_held(recompute_saved(limit=1)(loss))
+    assert f"keeps {held:,} bytes" in str(caught[0].message)  # of the larger branch
+
+
 def test_loops_within_loops():
     def outer(ws, x):
         def body(x, w):
