@@ -80,7 +80,8 @@ def check_layer(
         skip: one name or several names of properties to leave out, as in `skip=["second order", "leaks"]`.
         rtol: relative tolerance. The default is that of `gradcheck` for numerical derivatives, and the square root of
             the machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
-        atol, float64: as in `gradcheck`.
+        atol: as in `gradcheck`.
+        float64: as in `gradcheck`.
         seed: seed of the random cotangents and tangents.
         raises: whether to raise an error if a property fails or cannot be tested.
 
