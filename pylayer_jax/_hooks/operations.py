@@ -92,7 +92,7 @@ class _BlockMark(Identity):
 
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a nested block was entered while JAX staged this jaxpr."""
-    functions = [payload_of(e) for e in all_equations(jaxpr) if e.primitive is rule_function_p]
+    functions = (payload_of(e) for e in all_equations(jaxpr) if e.primitive is rule_function_p)
     return any(isinstance(f, (_BlockMark, Planned)) for f in functions)
 
 

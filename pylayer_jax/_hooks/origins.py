@@ -115,7 +115,7 @@ class Frame:
         self.equations = equations  # those around the jaxpr, outermost first
         self._calls_of = calls_of  # result of an equation -> the calls around it that were opened
         self.maker = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
-        self._place = {v: i for i, v in enumerate(jaxpr.invars)}
+        self.place = {v: i for i, v in enumerate(jaxpr.invars)}
         self._inner: dict[int, list[Frame]] = {}
 
     def equations_to(self, equation: Any) -> tuple[Any, ...]:
@@ -136,9 +136,9 @@ class Frame:
 
     def operand(self, variable: Any) -> Any:
         """Return the operand of the equation around this jaxpr that is an input, or of which it is a slice."""
-        if self.outer is None or variable not in self._place:
+        if self.outer is None or variable not in self.place:
             return None
-        place, equation = self._place[variable], self.equations[-1]
+        place, equation = self.place[variable], self.equations[-1]
         if equation.primitive.name == "cond":
             return equation.invars[place + 1]
         if equation.primitive.name == "scan":
@@ -177,7 +177,7 @@ class Source(NamedTuple):
 
     @property
     def is_input(self) -> bool:
-        return not self.equations and self.variable in self.frame.jaxpr.invars
+        return not self.equations and not is_literal(self.variable) and self.variable in self.frame.place
 
     @property
     def is_packed(self) -> bool:
@@ -279,7 +279,7 @@ class Program:
                 )
             else:
                 return Source(frame, variable, frame.equations_to(equation), aval)
-        is_carried = frame.outer is not None and not is_literal(variable) and variable in frame.jaxpr.invars
+        is_carried = frame.outer is not None and not is_literal(variable) and variable in frame.place
         return Source(frame, variable, frame.equations if is_carried else (), aval)
 
     def tensor(self, packed: Source) -> tuple[Source, Any]:

@@ -175,8 +175,7 @@ def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Apply the operation of an equation to arrays: a rule of `interpret`."""
     pairs = zip(equation.invars, operands, strict=True)
     value_of = {a: x for a, x in pairs if not isinstance(a, Literal)}
-    jaxpr = Jaxpr((), list(value_of), equation.outvars, [equation], equation.effects, _DEBUG_INFO)
-    return eval_jaxpr(jaxpr, (), *value_of.values())
+    return eval_jaxpr(jaxpr_of([equation]), (), *value_of.values())  # its inputs are these variables, in this order
 
 
 def _refs(equation: Any) -> list[Any]:
