@@ -21,12 +21,13 @@ import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
+    equations_to,
     inner_jaxprs,
+    interpret_opened,
     is_users,
     jaxpr_and_consts,
     jaxpr_of,
     line_of,
-    opened,
     operations,
     outside_effects,
     scan_counts,
@@ -95,37 +96,7 @@ from .saving import (
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
 
 
-# -- jaxprs without marks ----------------------------------------------------------------------------------
-
-Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
-
-
-def _simplified(jaxpr: Any, given: Mapping[Any, Any] | None = None) -> tuple[Any, Marks]:
-    """Return a jaxpr without marks: a forward pass, or a backward pass that reads the `given` variables of another."""
-    atom_of: dict[Any, Any] = dict(given or {})
-    marks: Marks = {}
-    equations: list[Any] = []
-
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a if isinstance(a, Literal) else atom_of.get(a, a) for a in atoms]
-
-    computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
-    for e in jaxpr.eqns:
-        operands = read(e.invars)
-        mark = mark_of(e) if e.primitive is rule_function_p else None
-        if mark is None:
-            key = _key_of(e, operands)
-            if key is not None and key in computed:
-                atom_of |= zip(e.outvars, computed[key], strict=True)
-                continue
-            computed[key] = e.outvars
-            equations.append(e.replace(invars=operands) if atom_of else e)
-            continue
-        atom_of |= zip(e.outvars, operands, strict=True)
-        for i, x in enumerate(operands):
-            if not isinstance(x, Literal):
-                marks.setdefault(x, []).append((mark, i))
-    return jaxpr.replace(eqns=equations, outvars=read(jaxpr.outvars)), marks
+# -- equations ---------------------------------------------------------------------------------------------
 
 
 def _key_of(e: Any, operands: Sequence[Any]) -> Any:
@@ -305,48 +276,71 @@ class Pass(NamedTuple):
     reached: Sequence[bool]  # for each of these operands: whether it has a cotangent
     consts: Mapping[Any, Any]  # concrete arrays that rules of users close over, by variable
     dependent: set[Any]  # the variables that depend on cotangents
-    live: Sequence[Any]  # equations
-    equations: Sequence[Any]  # those that depend on cotangents, or have effects
-    known: Sequence[set[Any]]  # for each of them: the operands that do not depend on cotangents
+    equations: Sequence[Any]
     maker: Mapping[Any, Any]  # variable -> equation
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
+
+
 class Derivative:
     """The forward pass of a function as a jaxpr, F, and its backward passes, with jitted functions opened."""
 
-    forward: Any  # operands -> values, residuals
-    calls_of: dict[Any, Any]  # result of an equation, of all passes -> the jitted functions around the equation
-    operation_of: dict[Any, Any]  # the same -> a key of the operation that the equation belongs to
-    marks: Marks
-    value_types: Sequence[Any]
-    nonzero: Sequence[bool]  # for each value: whether it has a tangent
-    consts: Sequence[Any]  # concrete arrays that rules of users close over: the first operands of forward
-    pull: Callable[..., Values]  # (residuals, cotangents of the values that have a tangent, each may be None) -> ...
-    passes: dict[Any, Pass] = dataclasses.field(default_factory=dict)
+    def __init__(self, run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> None:
+        __tracebackhide__ = True
 
-    @property
-    def n_values(self) -> int:
-        return len(self.value_types)
+        def forward(*args: Any) -> tuple[list[Any], Any]:
+            __tracebackhide__ = True
+            passage = Passage(lambda *given: run(*merge(nonzero, given, args)))
+            values, pullback = jax.vjp(passage, *select(args, nonzero))
+            leaves, treedef = jax.tree_util.tree_flatten(pullback)
+            return [*values, *as_arrays(leaves)], (passage, treedef, list(map(typeof, values)))
 
-    @property
-    def residuals(self) -> list[Any]:
-        return self.forward.outvars[self.n_values :]
+        with active(PLANNED):
+            # `consts`: concrete arrays that rules of users close over, the first operands of the forward pass.
+            jaxpr, self.consts, (self._passage, self._treedef, self.value_types) = stage(forward, types, name)
+        self.name = name
+        self.nonzero = self._passage.nonzero  # for each value: whether it has a tangent
+        self.calls_of: dict[Any, Any] = {}  # result of an equation, of all passes -> the jitted functions around it
+        self.operation_of: dict[Any, Any] = {}  # the same -> a key of the operation that the equation belongs to
+        self.forward, self.marks = self._simplified(jaxpr)  # operands -> values, residuals
+        n = self.n_values = len(self.value_types)
+        self.outputs, self.residuals = self.forward.outvars[:n], self.forward.outvars[n:]
+        self.cotangent_types = [tangent_type(t) for t in select(self.value_types, self.nonzero)]
+        self._passes: dict[Any, Pass] = {}
 
-    @property
-    def cotangent_types(self) -> list[Any]:
-        return [tangent_type(t) for t in select(self.value_types, self.nonzero)]
+    def _simplified(self, jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
+        """Return a jaxpr without calls of jitted functions and without marks. It reads `given` variables of another."""
+        equations, marks = list[Any](), Marks()
+        computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
 
-    def note(self, code: Any) -> None:
-        for e, around, key in zip(code.jaxpr.eqns, code.calls, code.operations, strict=True):
-            self.calls_of.update(dict.fromkeys(e.outvars, around))
-            self.operation_of.update(dict.fromkeys(e.outvars, key))
+        def rule(e: Any, operands: list[Any], calls: tuple[Any, ...], operation: Any) -> Sequence[Any]:
+            if e.primitive is rule_function_p and (mark := mark_of(e)) is not None:
+                for i, x in enumerate(operands):
+                    if not isinstance(x, Literal):
+                        marks.setdefault(x, []).append((mark, i))
+                return operands
+            key = _key_of(e, operands)
+            if key in computed:
+                return computed[key]
+            # The jaxpr of a jitted function may be called several times, so its variables are made anew.
+            results = [Var(v.aval) for v in e.outvars] if calls else e.outvars
+            equations.append(e.replace(invars=operands, outvars=results))
+            self.calls_of |= dict.fromkeys(results, calls)
+            self.operation_of |= dict.fromkeys(results, operation)
+            if key is not None:
+                computed[key] = results
+            return results
+
+        known = {v: v for v in jaxpr.invars} | dict(given)
+        outvars = interpret_opened(rule, jaxpr, known)
+        return jaxpr.replace(eqns=equations, outvars=outvars), marks
 
     def backward(self, used: Sequence[bool]) -> Pass:
         __tracebackhide__ = True
-        if (key := tuple(used)) not in self.passes:
-            self.passes[key] = self._staged_backward(used)
-        return self.passes[key]
+        if (key := tuple(used)) not in self._passes:
+            self._passes[key] = self._staged_backward(used)
+        return self._passes[key]
 
     def readers(self) -> dict[Any, set[Any]]:
         """Return the residuals that backward reads, each with the operations whose derivatives read it."""
@@ -358,7 +352,7 @@ class Derivative:
             # tests: integrations/test_solvers.py::test_implicit_gradients
             return {x: set() for x in residuals}
         found: dict[Any, set[Any]] = {}
-        read = [(e.invars, self.operation_of[e.outvars[0]]) for e in backward.live if e.outvars]
+        read = [(e.invars, self.operation_of[e.outvars[0]]) for e in backward.maker.values()]
         for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
             for x in set(variables(atoms)).intersection(residuals):
                 found.setdefault(x, set()).add(operation)
@@ -370,17 +364,16 @@ class Derivative:
 
         def run(*args: Any) -> tuple[Values, list[bool]]:
             __tracebackhide__ = True
-            found = self.pull(args[:n], scatter(args[n:], used))
+            pullback = jax.tree_util.tree_unflatten(self._treedef, args[:n])
+            found = pulled(pullback, self._passage, scatter(args[n:], used), self.value_types, self.name)
             reached = [x is not None for x in found]
             return select(found, reached), reached
 
         with active(PLANNED):
             types = [*[v.aval for v in self.residuals], *select(self.cotangent_types, used)]
             code, consts, reached = stage(run, types, "backward")
-        found = opened(code)
-        self.note(found)
-        own, inputs = found.jaxpr.invars[: len(consts)], found.jaxpr.invars[len(consts) :]
-        jaxpr, _ = _simplified(found.jaxpr, dict(zip(inputs, self.residuals, strict=False)))
+        own, inputs = code.invars[: len(consts)], code.invars[len(consts) :]
+        jaxpr, _ = self._simplified(code, dict(zip(inputs, self.residuals, strict=False)))
         jaxpr = jaxpr.replace(invars=inputs[n:])
         dependent = set(jaxpr.invars)
         for e in jaxpr.eqns:
@@ -388,43 +381,12 @@ class Derivative:
                 dependent.update(e.outvars)
         live = live_equations(jaxpr, jaxpr.outvars)
         equations = [e for e in live if e.effects or not dependent.isdisjoint(e.outvars)]
-        known = [set(variables(e.invars)) - dependent for e in equations]
         maker = {v: e for e in live for v in e.outvars}
-        return Pass(jaxpr, reached, dict(zip(own, consts, strict=True)), dependent, live, equations, known, maker)
-
-
-def derivative_of(run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> Derivative:
-    __tracebackhide__ = True
-
-    def forward(*args: Any) -> tuple[list[Any], Any]:
-        __tracebackhide__ = True
-        passage = Passage(lambda *given: run(*merge(nonzero, given, args)))
-        values, pullback = jax.vjp(passage, *select(args, nonzero))
-        leaves, treedef = jax.tree_util.tree_flatten(pullback)
-        return [*values, *as_arrays(leaves)], (passage, treedef, list(map(typeof, values)))
-
-    with active(PLANNED):
-        jaxpr, consts, (passage, treedef, value_types) = stage(forward, types, name)
-
-    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
-        return pulled(jax.tree_util.tree_unflatten(treedef, residuals), passage, cotangents, value_types, name)
-
-    code = opened(jaxpr)
-    unmarked, marks = _simplified(code.jaxpr)
-    derivative = Derivative(unmarked, {}, {}, marks, value_types, passage.nonzero, consts, pull)
-    derivative.note(code)
-    return derivative
+        return Pass(jaxpr, reached, dict(zip(own, consts, strict=True)), dependent, equations, maker)
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
-    read = set(variables(wanted))
-    found: list[Any] = []
-    for e in reversed(jaxpr.eqns):
-        if e.effects or any(v in read for v in e.outvars):
-            found.append(e)
-            read.update(variables(e.invars))
-    return found[::-1]
+    return equations_to(jaxpr, (), wanted, keeps_effects=True)[0]
 
 
 def _evaluate(
@@ -491,7 +453,7 @@ class Plan:
                 pair.note(self.origin(v), v not in self.made)
         most = max([n_bytes(v.aval) for v in self.kept], default=0)
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
-        self.forward_equations = live_equations(forward, [*forward.outvars[: derivative.n_values], *self.kept])
+        self.forward_equations = live_equations(forward, [*derivative.outputs, *self.kept])
 
     def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
@@ -582,7 +544,7 @@ class Plan:
 
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
         """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
-        jaxpr, n = self.derivative.forward, self.derivative.n_values
+        jaxpr = self.derivative.forward
         values: dict[Any, Any] = dict(zip(jaxpr.invars, [*self.derivative.consts, *primals], strict=True))
         residual_of: dict[Any, Any] = {}
         packed, equations = {v for v in self.kept if self.graph.keeping(v).steps}, list[Any]()
@@ -600,7 +562,7 @@ class Plan:
             pack(e.outvars)
         _evaluate(self.derivative, equations, values)
         residual_of |= {v: values[v] for v in self.kept if v not in packed}
-        outputs = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars[:n]]
+        outputs = [v.val if isinstance(v, Literal) else values[v] for v in self.derivative.outputs]
         further = self._further_residuals(values)
         is_program = any(map(is_staged, residual_of.values())) or any(map(is_staged, primals))
         self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
@@ -648,8 +610,8 @@ class _BackwardRun:
 
     def run(self) -> Values:
         derivative, equations = self._plan.derivative, list[Any]()
-        for e, known in zip(self._pass.equations, self._pass.known, strict=True):
-            if not known <= self._values.keys():
+        for e in self._pass.equations:
+            if not all(v in self._values or v in self._pass.dependent for v in variables(e.invars)):
                 _evaluate(derivative, equations, self._values, self._read)
                 equations.clear()
                 self._prepare(e.invars)
@@ -780,7 +742,7 @@ class Planned(HookedFunction):
         __tracebackhide__ = True
         code = prepared(self.jaxpr, self.outside, around, has_bodies)
         run = lambda *args: eval_jaxpr(code, (), *args)  # noqa: E731
-        derivative = derivative_of(run, types, nonzero, self.name)
+        derivative = Derivative(run, types, nonzero, self.name)
         origin = None
         if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)

@@ -17,7 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -30,7 +30,6 @@ from .traces import (
     Jaxpr,
     Literal,
     ShapedArray,
-    Var,
     checkpoint_name,
     current,
     eval_jaxpr,
@@ -207,13 +206,16 @@ def dependence(jaxpr: Any, sources: Sequence[Any]) -> list[bool]:
     return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
 
 
-def equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+def equations_to(
+    jaxpr: Any, known: Collection[Any], wanted: Sequence[Any], keeps_effects: bool = False
+) -> tuple[list[Any], set[Any]]:
     """Return the equations that compute `wanted` from `known`, and the variables that are wanted or that they read."""
     known, read = set(known), set(variables(wanted))
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
         # An equation may write to a `jax.Ref`, so it is also kept if a later kept equation reads one of its Refs.
-        if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
+        is_read = any(v in read and v not in known for v in (*equation.outvars, *_refs(equation)))
+        if is_read or (keeps_effects and equation.effects):
             equations.append(equation)
             read.update(variables(equation.invars))
     return equations[::-1], read
@@ -248,51 +250,36 @@ def jaxpr_of(equations: Sequence[Any]) -> Any:
     return Jaxpr((), inputs, [*results], [*equations], effects, _DEBUG_INFO)
 
 
-class Opened(NamedTuple):
-    """A jaxpr whose jitted functions are replaced by their equations, and facts by position of an equation."""
+def interpret_opened(rule: Callable[..., Sequence[Any]], jaxpr: Any, known: Mapping[Any, Any]) -> list[Any]:
+    """Return the outputs of a jaxpr as `interpret` does, where each jitted function is replaced by its equations.
 
-    jaxpr: Any
-    calls: list[tuple[Any, ...]]  # the calls around it
-    operations: list[tuple[int, ...]]  # a key of the operation that it belongs to: derivatives share JAX's traceback
+    `rule` also gets the calls around an equation, and a key of its operation, which its derivatives have too.
+    """
 
+    is_users_of = functools.cache(is_users)
 
-def opened(jaxpr: Any) -> Opened:
-    equations: list[Any] = []
-    found = Opened(jaxpr, [], [])
-    users: dict[int, bool] = {}  # id of an inner jaxpr -> whether it is the user's
-
-    def copied(code: Any, operands: Sequence[Any], calls: tuple[Any, ...]) -> list[Any]:
-        """Append the equations of `code` for these operands, and return its outputs."""
+    def opened(code: Any, known: Mapping[Any, Any], calls: tuple[Any, ...]) -> list[Any]:
         outer = calls[-1].source_info if calls else None
-        if outer is not None and id(code) not in users:
-            users[id(code)] = is_users(code)
+        is_of_user = outer is None or is_users_of(code)
+        # JAX gives derivatives the traceback of their operation.
         key = tuple([id(call.source_info.traceback) for call in calls])
 
-        def rule(equation: Any, operands: list[Any]) -> Sequence[Any]:
+        def rule_or_call(equation: Any, operands: list[Any]) -> Sequence[Any]:
             source, params = equation.source_info, equation.params
-            key_of_equation = *key, id(source.traceback)
+            operation = *key, id(source.traceback)
             if outer is not None:
-                traceback = source.traceback if users[id(code)] else outer.traceback
+                traceback = source.traceback if is_of_user else outer.traceback
                 source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
+                equation = equation.replace(source_info=source)
             if equation.primitive.name == "jit" and is_inlinable(params):
                 inner, consts = jaxpr_and_consts(params["jaxpr"])
                 if not consts:
-                    return copied(inner, operands, (*calls, equation.replace(source_info=source)))
-            # The jaxpr of a jitted function may be called several times, so its variables are made anew.
-            results = [Var(v.aval) for v in equation.outvars] if calls else equation.outvars
-            found.calls.append(calls)
-            found.operations.append(key_of_equation)
-            is_changed = calls or any(map(operator.is_not, operands, equation.invars))
-            equations.append(
-                equation.replace(invars=operands, outvars=results, source_info=source) if is_changed else equation
-            )
-            return results
+                    return opened(inner, dict(zip(inner.invars, operands, strict=True)), (*calls, equation))
+            return rule(equation, operands, calls, operation)
 
-        known = dict(zip(code.invars, operands, strict=True))
-        return interpret(rule, code.eqns, known, code.outvars, of_literal=lambda literal: literal)
+        return interpret(rule_or_call, code.eqns, known, code.outvars, of_literal=lambda literal: literal)
 
-    outvars = copied(jaxpr, jaxpr.invars, ())
-    return found._replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outvars))
+    return opened(jaxpr, known, ())
 
 
 # -- Refs and lowering ---------------------------------------------------------------------------------
