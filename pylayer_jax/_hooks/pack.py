@@ -1,7 +1,7 @@
 """Defines pairs of saved-tensor hooks and the origin of a tensor, and packs and restores one tensor.
 
-    residual = pack_tensor(pair, steps, x, "Tanh, saved tensor 0", info)    # x: f32[8,64]; residual.inputs: bf16[8,64]
-    residual.function(*residual.inputs)                                     # f32[8,64]
+    residual = pack_tensor(pair, steps, x, "Tanh, saved tensor 0", info)    # x: f32[8,64]; a `Partial` of bf16[8,64]
+    restored(residual)                                                      # f32[8,64]
 
 A step is a pack hook and an unpack hook. A pair has one; a pair that `chain` made has those of all its pairs.
 """
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from pylayer_jax._jax.jaxprs import frames_between, scopes_between
 from pylayer_jax._jax.rule_function import with_tangent
@@ -41,7 +42,7 @@ from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, WeakTable, split
 
 from .host import PackSite
-from .primitives import EXACT, UNKNOWN, Expression, Rounding
+from .primitives import EXACT, UNKNOWN, Rounding
 
 if TYPE_CHECKING:
     from .host import HostStore
@@ -242,7 +243,7 @@ def roundings_of(steps: Sequence[Step], tensor: Any) -> frozenset[Rounding]:
 
 
 def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, origin: Origin) -> Any:
-    """Return the `Expression` of a packed tensor, or the tensor itself if there are no steps."""
+    """Return a `Partial` that `restored` evaluates, or the tensor itself if there are no steps."""
     if not steps:
         return tensor
     pair.n_packed[is_staged(tensor)] += 1
@@ -255,7 +256,12 @@ def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, orig
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
         residual = _pack(pair.store, steps, as_array(value, typeof(tensor)), where, origin)
-    return Expression(with_tangent, [tensor, residual]) if keeps_original else residual
+    return Partial(with_tangent, tensor, residual) if keeps_original else residual
+
+
+def restored(residual: Any) -> Any:
+    """Return the tensor of a residual: of a `Partial`, whose arguments are residuals too, or of a tensor itself."""
+    return residual.func(*map(restored, residual.args)) if isinstance(residual, Partial) else residual
 
 
 def _second_derivative_error(where: str) -> TypeError:
@@ -298,7 +304,7 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 
 def _pack(
     store: HostStore, steps: Sequence[Step], array: Any, where: str, origin: Origin, is_part: bool = False
-) -> Expression:
+) -> Partial:
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)
@@ -318,7 +324,7 @@ def _pack(
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     function = PackedTensor(array, unpack, skeleton, here, roundings_of(steps, array))
-    return Expression(function, list(map(packed_again, leaves)))
+    return Partial(function, *map(packed_again, leaves))
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import tree_leaves, tree_map
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
@@ -71,9 +72,9 @@ from pylayer_jax._trees import WeakTable, has_changed, split
 
 from .active import PLANNED, active, hooks_suspended, is_reported
 from .origins import Mark, Program
-from .pack import Origin, Pair, is_selected, pack_tensor, roundings_of, steps_for
+from .pack import Origin, Pair, is_selected, pack_tensor, restored, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
-from .primitives import BODIES, JITTED, ROWS, UNKNOWN, fold, leaves_of
+from .primitives import BODIES, JITTED, ROWS, UNKNOWN
 from .saving import (
     Held,
     HookedFunction,
@@ -635,13 +636,13 @@ class _BackwardRun:
         self._views = {}
         plan, known = self._plan, variables(atoms)
         order, arrays_of = self._missing(known)
-        arrays = {id(a): a for residual in arrays_of.values() for a in leaves_of(residual)}
+        arrays = {id(a): a for a in tree_leaves(list(arrays_of.values()))}
         cotangents = [v for v in known if v in self._pass.dependent]
         bound, given = waiting(list(arrays.values()), [self._values[v] for v in cotangents])
         arrays = dict(zip(arrays, bound, strict=True))
         self._values |= zip(cotangents, given, strict=True)
         for v, residual in arrays_of.items():
-            value = fold(residual, lambda a: arrays[id(a)], lambda function, inputs: function(*inputs))
+            value = restored(tree_map(lambda a: arrays[id(a)], residual))
             (self._views if v in plan.graph.free or v in plan.small else self._values)[v] = value
         found: dict[Any, Any] = {}
         _evaluate(plan.derivative, order, found, lambda v: found[v] if v in found else self._read(v))
@@ -683,8 +684,7 @@ class PlannedPullback(Pullback):
         __tracebackhide__ = True
         with outside_blocks():
             used = [c is not None for c in cotangents]
-            arrays = as_arrays(residuals)
-            found = [fold(x, arrays.__getitem__) for x in self._residuals]
+            found = tree_map(as_arrays(residuals).__getitem__, self._residuals)
             residual_of = dict(zip([*self._plan.free, *self._plan.kept], found, strict=True))
             backward = self._plan.derivative.backward(used)
             return _BackwardRun(self._plan, backward, residual_of, select(cotangents, used)).run()

@@ -48,47 +48,6 @@ EXACT: Final = Rounding(Error.EXACT)
 UNKNOWN: Final = Rounding(Error.UNKNOWN)
 
 
-class Expression:
-    """A value `function(*inputs)` that backward restores; the function, such as a `PackedTensor`, holds no array.
-
-    An input is another expression or a leaf: an array, or its position among the arrays that JAX keeps.
-    """
-
-    __slots__ = ("function", "inputs")
-
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
-        self.function: Any = function
-        self.inputs = inputs
-
-
-# At module level, since a nested function that calls itself is a reference cycle, which would keep arrays alive.
-def fold(
-    x: Any,
-    of_leaf: Callable[[Any], Any],
-    of_function: Callable[[Any, list[Any]], Any] = Expression,
-    done: dict[int, Any] | None = None,
-) -> Any:
-    """Evaluate an expression or a leaf. `done` has the results for expressions, by id: each is evaluated once."""
-    done = {} if done is None else done
-    if not isinstance(x, Expression):
-        return of_leaf(x)
-    if id(x) not in done:
-        inputs = [fold(y, of_leaf, of_function, done) if isinstance(y, Expression) else of_leaf(y) for y in x.inputs]
-        done[id(x)] = of_function(x.function, inputs)
-    return done[id(x)]
-
-
-def leaves_of(x: Any) -> list[Any]:
-    visited: dict[int, Any] = {}
-    to_visit = [x]
-    while to_visit:
-        x = to_visit.pop()
-        if id(x) not in visited:
-            visited[id(x)] = x
-            to_visit += reversed(x.inputs) if isinstance(x, Expression) else ()
-    return [x for x in visited.values() if not isinstance(x, Expression)]
-
-
 # How far a value is from kept tensors, whose errors it has.
 SAME: Final = 0  # it is computed from tensors that the same operation keeps, without a large factor
 OTHER: Final = 1  # from tensors that another operation keeps, without a large factor

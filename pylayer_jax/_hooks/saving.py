@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial, tree_leaves, tree_map
 
 from pylayer_jax._jax.jaxprs import evaluate_jaxpr
 from pylayer_jax._jax.rule_function import (
@@ -54,8 +55,8 @@ from pylayer_jax._jax.types import (
 )
 
 from .active import PLANNED, SUSPENDED, active, hooks_suspended
-from .pack import Origin, Pair, pack_tensor, roundings_of, steps_for
-from .primitives import UNKNOWN, Expression, fold, leaves_of
+from .pack import Origin, Pair, pack_tensor, restored, roundings_of, steps_for
+from .primitives import UNKNOWN
 
 # -- marks for a plan --------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ def outside_blocks() -> Generator[None]:
 
 
 class PackedTensors:
-    """An `Expression` for each tensor, or the tensor itself, with positions for the arrays that JAX keeps."""
+    """The residuals of tensors, with positions in place of the arrays, which JAX keeps."""
 
     def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
         self._residuals, self.n_arrays = residuals, n_arrays
@@ -114,7 +115,7 @@ class PackedTensors:
     @property
     def owners(self) -> list[int]:
         """For each array: the index of the first tensor that backward restores from it."""
-        pairs = [(i, owner) for owner, residual in enumerate(self._residuals) for i in leaves_of(residual)]
+        pairs = [(i, owner) for owner, residual in enumerate(self._residuals) for i in tree_leaves(residual)]
         return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
@@ -135,15 +136,17 @@ class UnpackedTensors(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         residual = self._residuals[index]
-        if not isinstance(residual, Expression):
+        if not isinstance(residual, Partial):
             return self._waiting.get(residual, self._arrays[residual])
-        with outside_blocks():
-            self._wait(leaves_of(residual))
-            return fold(residual, self._waiting.__getitem__, lambda function, inputs: function(*inputs), self._done)
+        if id(residual) not in self._done:
+            with outside_blocks():
+                self._wait(tree_leaves(residual))
+                self._done[id(residual)] = restored(tree_map(self._waiting.__getitem__, residual))
+        return self._done[id(residual)]
 
     def all(self) -> list[Any]:
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
-        self._wait([i for residual in self._residuals for i in leaves_of(residual)])
+        self._wait(tree_leaves(list(self._residuals)))
         return list(self)
 
     def _wait(self, positions: Collection[int]) -> None:
@@ -215,7 +218,7 @@ class Saver:
                 is_rounded = any(r != UNKNOWN for r in roundings_of(steps, array))
                 packed = pack_tensor(pair, () if self.is_exact and is_rounded else steps, array, where, origin)
                 residual_of[id(x)] = packed
-        is_packed = {key for key, x in residual_of.items() if isinstance(x, Expression)}
+        is_packed = {key for key, x in residual_of.items() if isinstance(x, Partial)}
         outputs, bound = behind_barrier(outputs, list(residual_of.values()))
         residual_of = dict(zip(residual_of, bound, strict=True))
         arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
@@ -225,21 +228,23 @@ class Saver:
 
 def numbered(residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the distinct arrays in residuals, and the residuals with positions in place of arrays."""
-    arrays = {id(x): x for residual in residuals for x in leaves_of(residual)}
-    position_of, done = {key: i for i, key in enumerate(arrays)}, dict[int, Any]()
-    return list(arrays.values()), [fold(residual, lambda x: position_of[id(x)], done=done) for residual in residuals]
+    arrays = {id(x): x for x in tree_leaves(list(residuals))}
+    position_of = {key: i for i, key in enumerate(arrays)}
+    # What is saved twice stays one object, which is unpacked once.
+    done = {id(x): tree_map(lambda a: position_of[id(a)], x) for x in residuals}
+    return list(arrays.values()), [done[id(x)] for x in residuals]
 
 
 def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return both, in staged code with packed arrays behind a barrier with the values."""
-    arrays = {id(a): a for x in residuals if isinstance(x, Expression) for a in leaves_of(x)}
+    arrays = {id(a): a for a in tree_leaves([x for x in residuals if isinstance(x, Partial)])}
     if not any(map(is_staged, arrays.values())):
         return list(values), list(residuals)
     # Without it, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
     bound = barrier([*as_arrays(values), *arrays.values()])
     array_of = dict(zip(arrays, bound[len(values) :], strict=True))
     return bound[: len(values)], [
-        fold(x, lambda a: array_of[id(a)]) if isinstance(x, Expression) else x for x in residuals
+        tree_map(lambda a: array_of[id(a)], x) if isinstance(x, Partial) else x for x in residuals
     ]
 
 
