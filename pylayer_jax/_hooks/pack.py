@@ -123,6 +123,11 @@ class Pair:
         return any(step.host or step.is_last for step in self.all_steps())
 
     @property
+    def only_recomputes(self) -> bool:
+        """Whether the pair packs nothing, as `recompute_saved`: `only` then chooses what backward computes again."""
+        return not self.all_steps()
+
+    @property
     def needs_plan(self) -> bool:
         """Whether only a plan for a whole function can do what the pair says."""
         reads_info = any(not only.takes_array_alone for only in self.predicates())

@@ -150,24 +150,24 @@ class Graph:
         self._operation_of = operation_of  # variable -> the operation of its equation
         self._keeping, self._of_keeping = keeping, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
-        self.free = self._free(outside)
-        self.forbidden: tuple[set[Any], set[Any]] = set(), set()  # what backward does not make: cheap, or at a price
+        self.free, self.views = self._free_and_views(outside)
+        # What backward must not make because of errors, where costly equations may not and may be repeated.
+        self._forbidden = {False: set[Any](), True: set[Any]()}
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
         self.numbers = {e.outvars[0]: e.invars[0].val for e in casts}
         # An error of these may become large: backward reads none of them with an error of others.
         self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in self._read[id(e)]}
 
-    def _free(self, outside: Collection[Any]) -> set[Any]:
-        """Return what backward has without keeping it: inputs from outside, and their views."""
-        free, self.views = set(outside), set[Any]()
+    def _free_and_views(self, outside: Collection[Any]) -> tuple[set[Any], set[Any]]:
+        """Return what backward has without keeping it, and slices of it at indices that the function computed."""
+        free, views = set(outside), set[Any]()
         for e in self.jaxpr.eqns:
             read = self._read[id(e)]
             of_floats = [x for x in read if has_tangent(x.aval)] or read
-            if ROWS[e.primitive.name].is_view and read and all(x in free or x in self.views for x in of_floats):
-                # The block may have computed the start indices of a slice.
-                (free if all(x in free for x in read) else self.views).update(e.outvars)
-        return free
+            if ROWS[e.primitive.name].is_view and read and all(x in free or x in views for x in of_floats):
+                (free if free.issuperset(read) else views).update(e.outvars)
+        return free, views
 
     @functools.cached_property
     def from_keys(self) -> set[Any]:
@@ -216,15 +216,15 @@ class Graph:
             self._of_keeping[v] = found
         return self._of_keeping[v]
 
-    def may_make(self, v: Any, is_costly: bool = False) -> bool:
+    def may_make(self, v: Any, allows_costly: bool = False) -> bool:
         """Return whether backward may compute a variable again, whatever the errors of its operands."""
         e = self.maker.get(v)
-        if e is None or v in self.forbidden[is_costly] or v in self.fixed:
+        if e is None or v in self._forbidden[allows_costly] or v in self.fixed:
             return False
         if v in self.free or v in self.views:
             return True
         row = ROWS[e.primitive.name]
-        if is_costly and self._may_repeat(e, v):
+        if allows_costly and self._may_repeat(e, v):
             return True
         if len(e.outvars) > 1:
             return False
@@ -244,16 +244,16 @@ class Graph:
 
         `price` is the number of operations that backward may spend to save a byte; infinity: only cheap ones.
         """
-        is_costly = price != math.inf
+        allows_costly = price != math.inf
         while True:
             kept = self._cut(price)
-            made, failed = self._check(kept, is_costly)
+            made, failed = self._check(kept, allows_costly)
             if not failed:
                 return [v for v in (*self.jaxpr.invars, *self.position) if v in kept], made
-            self.forbidden[is_costly].update(failed)
+            self._forbidden[allows_costly].update(failed)
 
     def _cut(self, price: float) -> set[Any]:
-        is_costly = price != math.inf
+        allows_costly = price != math.inf
         number_of: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
         operands_of: list[tuple[int, Any]] = []  # node -> the variables that are needed to make it
@@ -268,8 +268,8 @@ class Graph:
                 edges.append((node, node + 1, _INFINITE))
                 continue
             size = self.keeping(v).bytes
-            edges.append((node, node + 1, int(size * (price * _UNIT if is_costly else _BYTE)) + 1))
-            if not self.may_make(v, is_costly):
+            edges.append((node, node + 1, int(size * (price * _UNIT if allows_costly else _BYTE)) + 1))
+            if not self.may_make(v, allows_costly):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
             e = self.maker[v]
@@ -286,7 +286,7 @@ class Graph:
 
     # -- errors ------------------------------------------------------------------------------------------
 
-    def _check(self, kept: set[Any], is_costly: bool) -> tuple[dict[Any, Made], set[Any]]:
+    def _check(self, kept: set[Any], allows_costly: bool) -> tuple[dict[Any, Made], set[Any]]:
         """Return what backward makes, and the variables that it may not make, for their errors."""
         needed = set(self.residuals)
         order: list[Any] = []
@@ -297,8 +297,9 @@ class Graph:
                     needed.update(self._read[id(e)])
         operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in kept}
         while True:
-            made, failed = self._judged(order[::-1], operations, is_costly)
-            # An operation keeps each tensor from which its residuals follow.
+            made, failed = self._judged(order[::-1], operations, allows_costly)
+            # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
+            # residuals may follow, until the sets grow no more.
             found = dict(operations)
             for v in self.residuals:
                 if v in made and v not in failed:
@@ -308,7 +309,7 @@ class Graph:
             operations = found
 
     def _judged(
-        self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], is_costly: bool
+        self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], allows_costly: bool
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
         for v in operations:
@@ -321,7 +322,7 @@ class Graph:
             e = self.maker[v]
             operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
-            is_exact = v in self.views or (is_costly and not result.roundings and self._may_repeat(e, v))
+            is_exact = v in self.views or (allows_costly and not result.roundings and self._may_repeat(e, v))
             reason = None if is_exact else self._objection(v, e, operands, result)
             if reason:
                 failed |= reason

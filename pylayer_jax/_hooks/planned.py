@@ -477,7 +477,7 @@ class Plan:
             for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
-        if self.pair.only is not None and not self.pair.steps:  # the predicate of `recompute_saved`
+        if self.pair.only is not None and self.pair.only_recomputes:
             ask = lambda v: lambda x: is_selected(self.pair.only, x, self.where(v), self.origin(v))  # noqa: E731
             found |= {v: as_it_is(v) for v in residuals if v not in free and not self._asked(v, ask(v))}
         return found | {v: as_it_is(v) for v in self.held}
@@ -495,10 +495,10 @@ class Plan:
         return found
 
     @functools.cached_property
-    def saved_inputs(self) -> dict[Any, Any]:
-        """Return the free inputs that rules of users save, each with the class of its mark."""
+    def saved_inputs(self) -> dict[Any, bool]:
+        """Return the free inputs that rules of users save, and whether these must not be rounded."""
         # A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
-        found: dict[Any, Any] = {}
+        is_exact_of: dict[Any, bool] = {}
         for v, marks in self.derivative.marks.items():
             exact = [mark.is_exact for mark, _ in marks if isinstance(mark, SavedByRule)]
             to_visit = [v] if exact else []
@@ -507,8 +507,8 @@ class Plan:
                 if x in self.maker:
                     to_visit += variables(self.maker[x].invars) if x in self.graph.free else []
                 elif x in self.graph.free:
-                    found[x] = Held if any(exact) or found.get(x) is Held else SavedByRule
-        return found
+                    is_exact_of[x] = any(exact) or is_exact_of.get(x, False)
+        return is_exact_of
 
     def _keeping(self, v: Any) -> Keeping:
         if is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
@@ -764,8 +764,8 @@ class Planned(HookedFunction):
             values, residuals, further = plan.run_forward(primals)
         for i, v in enumerate(plan.free if active.value is PLANNED else ()):
             if v in plan.saved_inputs and is_tracer(residuals[i]):
-                types = [typeof(residuals[i])]
-                residuals[i : i + 1] = apply(plan.saved_inputs[v](types), [residuals[i]])
+                mark = SavedByRule([typeof(residuals[i])], is_exact=plan.saved_inputs[v])
+                residuals[i : i + 1] = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         linear = PlannedPullback(plan, residuals, len(arrays) + len(further))
         arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]

@@ -100,6 +100,12 @@ def keeps_residuals(tangents: Sequence[Any]) -> bool:
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
+def outside_partial_evaluation(primals: Sequence[Any]) -> Any:
+    # JAX runs a rule in a partial evaluation, in which the tangents are unknown. The hooks run in the trace outside of
+    # it, in which the primals are known.
+    return set_current_trace(without_pass_through(trace_of_primals(primals)))
+
+
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
@@ -180,9 +186,7 @@ class Saver:
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
     ) -> tuple[PackedTensors | None, list[Any], list[Any]]:
         """Return the packed tensors, None if there are none; the arrays for JAX to keep; and the outputs."""
-        # JAX runs a rule in a partial evaluation, in which the tangents are unknown. The hooks run in the trace outside
-        # of it, in which the primals are known.
-        with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
+        with outside_partial_evaluation([*tensors, *outputs]):
             if active.value is PLANNED and (self.pair is None or self.is_inner):
                 mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
@@ -295,9 +299,7 @@ class HookedFunction(RuleFunction):
             run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
             values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-        # JAX runs this rule in a partial evaluation, in which the tangents are unknown. The hooks run in the trace
-        # outside of it, in which the primals are known.
-        with set_current_trace(without_pass_through(trace_of_primals(primals))):
+        with outside_partial_evaluation(primals):
             values, linear, arrays, has_tangents = self.linearized(primals, nonzero)
         return values, scatter(apply_linear(linear, arrays, given), has_tangents)
 
@@ -380,15 +382,15 @@ class Passage:
         return apply(_Gate([typeof(x) for x in values], self, False), values)
 
 
-class _Pull(NamedTuple):
+class _Call(NamedTuple):
     """One call of a vjp function: which of the values with a tangent have no cotangent, and which arguments get one."""
 
-    passage: Passage
     missing: frozenset[int]
     reached: set[int]
 
 
-_pull: Final[contextvars.ContextVar[_Pull | None]] = contextvars.ContextVar("pull", default=None)
+# The calls that run: several threads may call one vjp function, and one call may lead to another.
+_calls: Final[contextvars.ContextVar[dict[Passage, _Call]]] = contextvars.ContextVar("calls")
 
 
 class _Gate(Identity):
@@ -423,13 +425,11 @@ class _GateMap(LinearMap):
         return list(tangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        pull = _pull.get()
-        if pull is None or pull.passage is not self._passage:
-            return list(cotangents)
-        if self._is_entry:
-            pull.reached.update(i for i, c in enumerate(cotangents) if c is not None)
-            return list(cotangents)
-        return [None if i in pull.missing else c for i, c in enumerate(cotangents)]
+        call = _calls.get({}).get(self._passage)
+        if call is not None and self._is_entry:
+            call.reached.update(i for i, c in enumerate(cotangents) if c is not None)
+        missing = () if call is None or self._is_entry else call.missing
+        return [None if i in missing else c for i, c in enumerate(cotangents)]
 
 
 def pulled(pullback: Any, passage: Passage, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
@@ -437,18 +437,18 @@ def pulled(pullback: Any, passage: Passage, cotangents: Sequence[Any], value_typ
     __tracebackhide__ = True
     pairs = zip(scatter(cotangents, passage.nonzero), value_types, strict=True)
     full = [full_cotangent(c, t) for c, t in pairs]
-    pull, logs = _Pull(passage, frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None
-    token = _pull.set(pull)
+    call, logs = _Call(frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None
+    token = _calls.set({**_calls.get({}), passage: call})
     try:
         if hasattr(pullback, "with_logs"):
             found, logs = pullback.with_logs(full)
         else:  # before jax 0.12
             found = pullback(full)
     finally:
-        _pull.reset(token)
+        _calls.reset(token)
     if logs:  # only JAX's own primitives may pass logs on
         raise TypeError(
             f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which a block of hooks "
             "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
         )
-    return [x if i in pull.reached else None for i, x in enumerate(found)]
+    return [x if i in call.reached else None for i, x in enumerate(found)]
