@@ -64,17 +64,18 @@ class Block(set[Any]):
         self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block; None if nothing is traced around it
-        self._contexts: list[Any] = []  # empty if the block was left, or if blocks are ignored
+        self._active: Any = OFF if active.value is OFF else self  # the value of `active` in the block
+        self._contexts: list[Any] = []
 
     @property
     def is_at_top(self) -> bool:
-        """Whether this block is open, not ignored, and was entered in code that JAX does not trace."""
-        return self._trace is None and bool(self._contexts)
+        """Whether this open block is not ignored, and was entered in code that JAX does not trace."""
+        return self._trace is None and self._active is self
 
     def enter(self) -> Block:
         self.outer = _entered.get()
         _entered.set(self)
-        self._contexts = [] if active.value is OFF else [active(self)]
+        self._contexts = [active(self._active)]
         if self._trace is not None:
             self._contexts.append(set_current_trace(self._trace))
         for context in self._contexts:
@@ -87,7 +88,7 @@ class Block(set[Any]):
         self.value, self._trace, self._contexts, self.plans = None, None, [], {}
         if _entered.get() is self:
             _entered.set(self.outer)
-        is_innermost = active.value is (self if contexts else OFF)  # where blocks are ignored, `enter` left OFF there
+        is_innermost = active.value is self._active
         is_current = trace is None or current_trace() is trace
         if is_innermost:
             # `contexts[0]` sets `active`, and `contexts[1]`, if it exists, sets the current trace. If another
