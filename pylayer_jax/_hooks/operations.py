@@ -37,7 +37,7 @@ from pylayer_jax._trees import WeakTable
 
 from .active import OFF, PLANNED, Block, active, active_pair, hooks_suspended, innermost_block
 from .pack import Pair
-from .planned import Budget, Planned, Surroundings, staged
+from .planned import Planned, Surroundings, staged
 from .primitives import JITTED, ROWS, is_number
 from .saving import Saver, UsersRule
 
@@ -226,7 +226,7 @@ class BlockTrace(PassThroughTrace):
         run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)  # noqa: E731
         jaxpr, consts, _ = staged(run, types, operation.name)
         outside = [*map(self.place_of, consts), *places]
-        planned = Planned(with_current_line(jaxpr), outside, operation.name, Surroundings(self.pair, None, Budget()))
+        planned = Planned(with_current_line(jaxpr), outside, operation.name, Surroundings(self.pair))
         if is_shared and not consts:
             plans[key] = planned
         return planned, [*consts, *operands]

@@ -137,43 +137,6 @@ def _is_held(equation: Any, index: int) -> bool:
 # -- the staged function -----------------------------------------------------------------------------------
 
 
-# The equations around a function, each with the number of the branch: bodies, and calls of jitted functions.
-Path = tuple[tuple[Any, int], ...]
-
-
-class Budget:
-    """What a decorated function and the bodies in it may spend: operations per byte. One price for all of them."""
-
-    def __init__(self, price: float = math.inf) -> None:
-        self.price = price
-        self.plans: dict[Planned, Plan] = {}
-
-    def bytes_at(self, price: float) -> float:
-        """Return how many bytes would be kept: of the branches of a cond, those of the largest."""
-        of_path: dict[Path, float] = {}
-        for planned, plan in self.plans.items():
-            path, times = planned.around.path, planned.around.times
-            of_path[path] = max(of_path.get(path, 0), times * plan.bytes_at(price))
-        return _sum_of(of_path)
-
-    def price_for(self, limit: float) -> float:
-        """Return about the lowest price at which the bytes are within the limit, or the highest price."""
-        low, high = _PRICES
-        if self.bytes_at(high) > limit:
-            return high
-        for _ in range(_N_TRIES):
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if self.bytes_at(middle) <= limit else (middle, high)
-        return high
-
-
-def _sum_of(of_path: Mapping[Path, float]) -> float:
-    within: dict[Any, dict[int, dict[Path, float]]] = {}  # equation -> branch -> the rest of a path -> bytes
-    for ((equation, branch), *rest), size in [(path, size) for path, size in of_path.items() if path]:
-        within.setdefault(equation, {}).setdefault(branch, {})[tuple(rest)] = size
-    return of_path.get((), 0) + sum(max(map(_sum_of, branches.values())) for branches in within.values())
-
-
 _PRICES: Final = 1e-2, 1e6
 _N_TRIES: Final = 13
 
@@ -182,58 +145,60 @@ class Surroundings(NamedTuple):
     """What a body in a decorated function knows of it."""
 
     pair: Pair
-    entry: Any  # source information of the call
-    budget: Budget
-    path: Path = ()
-
-    @property
-    def within(self) -> list[Any]:
-        return [e for e, _ in self.path if e.primitive.name in BODIES]
-
-    @property
-    def times(self) -> int:
-        """How often the body runs."""
-        return math.prod(e.params["length"] for e in self.within if e.primitive.name == "scan")
+    entry: Any = None  # source information of the call of the decorated function
+    price: float = math.inf  # how many operations backward may spend to save a byte; one price for all bodies
+    within: tuple[Any, ...] = ()  # the equations that have the body as a parameter, outermost first
 
 
-def prepared(jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool) -> Any:
-    """Return a copy in which rules of users are marked and, if `has_bodies`, bodies are planned functions."""
+# How often an equation runs its body, and the planned functions of which it runs one: those of the branches of a cond.
+Bodies = tuple[int, list[Any]]
+
+
+def prepared(
+    jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool
+) -> tuple[Any, list[Bodies]]:
+    """Return a copy in which rules of users are marked and, if `has_bodies`, bodies are planned; and these bodies."""
     free = {v for v, x in zip(jaxpr.invars, outside, strict=True) if x is not False}
-    equations = [_prepared_equation(e, free, around, has_bodies) for e in jaxpr.eqns]
-    return jaxpr.replace(eqns=equations)
+    found = [_prepared_equation(e, free, around, has_bodies) for e in jaxpr.eqns]
+    return jaxpr.replace(eqns=[e for e, _ in found]), [bodies for _, all_bodies in found for bodies in all_bodies]
 
 
-def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> Any:
+def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> tuple[Any, list[Bodies]]:
     name, params = e.primitive.name, e.params
     is_free = [isinstance(x, Literal) or x in free for x in e.invars]
     if ROWS[name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
-        return e.replace(primitive=rule_function_p, params=rule_function_p.params_of(rule), invars=rule.jaxpr.invars)
+        params = rule_function_p.params_of(rule)
+        return e.replace(primitive=rule_function_p, params=params, invars=rule.jaxpr.invars), []
     inner = inner_jaxprs(params)
     if name in JITTED:
         (code,) = inner
         names = _primitives_in(code)
         has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
         if not has_rules and not (has_bodies and not names.isdisjoint(BODIES)):
-            return e
+            return e, []
         # Calls of one jitted function share its equations, and each keeps its own residuals.
-        changed = prepared(code, is_free, around._replace(path=(*around.path, (e, 0))), has_bodies)
-        return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})
+        changed, bodies = prepared(code, is_free, around, has_bodies)
+        return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])}), bodies
     if not has_bodies or name not in BODIES or any(j.constvars for j in inner):
-        return e
+        return e, []
+    if name == "cond" and around.pair.moves_to_host:
+        return e, []
+    outside = [True] * len(inner[0].invars) if name == "cond" else is_free
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
         outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
-        return e.replace(params={**params, "jaxpr": _planned_body(inner[0], outside, around, e)})
-    if name == "cond":
-        if around.pair.moves_to_host:
-            return e
-        branches = [_planned_body(x, [True] * len(x.invars), around, e, i) for i, x in enumerate(inner)]
-        return e.replace(params={**params, "branches": tuple(branches)})
-    (body,) = inner
-    return e.replace(params={**params, "jaxpr": jaxpr_and_consts(_planned_body(body, is_free, around, e))[0]})
+    around = around._replace(within=(*around.within, e))
+    functions = [Planned(body, outside, f"the body of a {name}", around) if body.eqns else None for body in inner]
+    codes = [_planned_body(body, function) for body, function in zip(inner, functions, strict=True)]
+    changed = {
+        "scan": {"jaxpr": codes[0]},
+        "cond": {"branches": tuple(codes)},
+        "shard_map": {"jaxpr": jaxpr_and_consts(codes[0])[0]},
+    }
+    return e.replace(params={**params, **changed[name]}), [(params.get("length", 1), functions)]
 
 
 _primitives = WeakTable()  # jaxpr -> the names of its primitives: a function of jax.numpy is one jaxpr in many calls
@@ -250,12 +215,10 @@ def _with_consts(jaxpr: Any, like: Any) -> Any:
     return like.replace(jaxpr=jaxpr) if hasattr(like, "jaxpr") and like.jaxpr is not like else jaxpr
 
 
-def _planned_body(body: Any, outside: Sequence[bool], around: Surroundings, equation: Any, branch: int = 0) -> Any:
+def _planned_body(body: Any, function: Planned | None) -> Any:
     """Return a jaxpr whose only equation is a planned function of this body."""
-    if not body.eqns:
+    if function is None:
         return as_parameter(body)
-    around = around._replace(path=(*around.path, (equation, branch)))
-    function = Planned(body, outside, f"the body of a {equation.primitive.name}", around)
     inputs = [Var(v.aval) for v in body.invars]
     outputs = [Var(v.aval) for v in body.outvars]
     first = body.eqns[0]  # in the context of the body, as in the mesh of a shard_map
@@ -418,10 +381,11 @@ class Plan:
         name: str,
         origin: Callable[[Any], Origin] | None,
         price: float,
+        bodies: Sequence[Bodies],
     ) -> None:
         """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
         __tracebackhide__ = True
-        self.derivative, self.pair, self.name, self._origin = derivative, pair, name, origin
+        self.derivative, self.pair, self.name, self._origin, self._bodies = derivative, pair, name, origin, bodies
         forward, readers = derivative.forward, derivative.readers()
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
@@ -537,9 +501,24 @@ class Plan:
         return Origin() if self._origin is None else self._origin(v)
 
     def bytes_at(self, price: float) -> float:
-        """Return how many bytes would be kept, without those that a body of a loop counts."""
+        """Return how many bytes would be kept, those of bodies in all iterations too."""
         kept, _ = self.graph.choose(price)
-        return sum([self.graph.keeping(v).bytes for v in kept if v not in self.held])
+        own = sum([self.graph.keeping(v).bytes for v in kept if v not in self.held])
+        of_bodies = [
+            times * max([x.plan.bytes_at(price) for x in branches if x and x.plan], default=0)
+            for times, branches in self._bodies
+        ]
+        return own + sum(of_bodies)
+
+    def price_for(self, limit: float) -> float:
+        """Return about the lowest price at which the bytes are within the limit, or the highest price."""
+        low, high = _PRICES
+        if self.bytes_at(high) > limit:
+            return high
+        for _ in range(_N_TRIES):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.bytes_at(middle) <= limit else (middle, high)
+        return high
 
     # -- forward -----------------------------------------------------------------------------------------
 
@@ -703,46 +682,41 @@ class Planned(HookedFunction):
     ) -> None:
         self.jaxpr, self.outside, self.name, self.around, self._warn = jaxpr, outside, name, around, warn
         self._plans: dict[Any, Plan] = {}
+        self.plan: Plan | None = None  # the one that was used last
 
-    def plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
+    def _plan_for(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
         __tracebackhide__ = True
         key = tuple(nonzero), tuple(types), has_bodies
         if key not in self._plans:
             self._plans[key] = self._new_plan(types, nonzero, has_bodies)
-        plan, around = self._plans[key], self.around
-        if around.within and around.pair.limit is not None:
-            around.budget.plans[self] = plan
-        return plan
+        self.plan = self._plans[key]
+        return self.plan
 
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
         __tracebackhide__ = True
         limit = self.around.pair.limit
-        if self.around.within or limit is None:  # the function around a body has decided on the price
-            plan = self._plan_at(self.around, types, nonzero, has_bodies)
-            if self._warn and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
-                self._warn(
-                    f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
-                    "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
-                )
+        plan = self._plan_at(self.around, types, nonzero, has_bodies)
+        if self.around.within:  # the function around a body has decided on the price, and warns
             return plan
-        budget = Budget()
-        plan = self._plan_at(self.around._replace(budget=budget), types, nonzero, has_bodies)
-        budget.plans[self] = plan
-        if budget.bytes_at(math.inf) <= limit:
+        if limit is None and self._warn and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+            self._warn(
+                f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
+                "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
+            )
+        if limit is None or plan.bytes_at(math.inf) <= limit:
             return plan
-        price = budget.price_for(limit)
-        if (least := budget.bytes_at(price)) > limit and self._warn:
+        price = plan.price_for(limit)
+        if (least := plan.bytes_at(price)) > limit and self._warn:
             self._warn(
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
                 f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again."
             )
-        return self._plan_at(self.around._replace(budget=Budget(price)), types, nonzero, has_bodies)
+        return self._plan_at(self.around._replace(price=price), types, nonzero, has_bodies)
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
         __tracebackhide__ = True
-        code = prepared(self.jaxpr, self.outside, around, has_bodies)
-        run = lambda *args: eval_jaxpr(code, (), *args)  # noqa: E731
-        derivative = Derivative(run, types, nonzero, self.name)
+        code, bodies = prepared(self.jaxpr, self.outside, around, has_bodies)
+        derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin = None
         if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
@@ -753,14 +727,14 @@ class Planned(HookedFunction):
             given = {v: carried if x is False else Origin() for v, x in zip(inputs, self.outside, strict=True)}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
-        return Plan(derivative, around.pair, self.outside, self.name, origin, around.budget.price)
+        return Plan(derivative, around.pair, self.outside, self.name, origin, around.price, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         __tracebackhide__ = True
         with outside_blocks():
             # Residuals that are packed within a body have no second derivative.
             has_bodies = not any(map(is_differentiated, primals))
-            plan = self.plan([typeof(x) for x in primals], nonzero, has_bodies)
+            plan = self._plan_for([typeof(x) for x in primals], nonzero, has_bodies)
             values, residuals, further = plan.run_forward(primals)
         for i, v in enumerate(plan.free if active.value is PLANNED else ()):
             if v in plan.saved_inputs and is_tracer(residuals[i]):
@@ -857,7 +831,7 @@ def call_planned(
         raise NotPlannedError("it closes over a jax.Ref")
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
     places = [None if is_staging() and not is_tracer(x) else True for x in consts] + [True] * len(tensors)
-    planned = Planned(jaxpr, places, name, Surroundings(pair, entry, Budget()), warn)
+    planned = Planned(jaxpr, places, name, Surroundings(pair, entry), warn)
     with set_current_trace(without_pass_through(current_trace())):
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)
