@@ -279,6 +279,7 @@ class Program:
                 )
             else:
                 return Source(frame, variable, frame.equations_to(equation), aval)
+        # The loop around a frame computes what it carries.
         is_carried = frame.outer is not None and not is_literal(variable) and variable in frame.place
         return Source(frame, variable, frame.equations if is_carried else (), aval)
 
