@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -60,7 +61,6 @@ from pylayer_jax._jax.traces import (
 )
 from pylayer_jax._jax.types import (
     as_arrays,
-    has_tangent,
     is_key,
     is_nan_reported,
     is_ref,
@@ -268,7 +268,7 @@ class Derivative:
         self.calls_of: dict[Any, Any] = {}  # result of an equation, of all passes -> the jitted functions around it
         self.operation_of: dict[Any, Any] = {}  # the same -> a key of the operation that the equation belongs to
         self.forward, self.marks = self._simplified(jaxpr)  # operands -> values, residuals
-        n = self.n_values = len(self.value_types)
+        n = len(self.value_types)
         self.outputs, self.residuals = self.forward.outvars[:n], self.forward.outvars[n:]
         self.cotangent_types = [tangent_type(t) for t in select(self.value_types, self.nonzero)]
         self._passes: dict[Any, Pass] = {}
@@ -354,12 +354,18 @@ def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(
-    derivative: Derivative, equations: Sequence[Any], values: dict[Any, Any], read: Callable[[Any], Any] | None = None
+    derivative: Derivative,
+    equations: Sequence[Any],
+    values: dict[Any, Any],
+    read: Callable[[Any], Any] | None = None,
+    is_wanted: Callable[[Any], bool] = lambda _: True,
 ) -> None:
     is_checked = is_nan_reported()
     # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
     for group in [[e] for e in equations] if is_checked else [list(equations)]:
         jaxpr = jaxpr_of(group)
+        if not is_checked:
+            jaxpr = jaxpr.replace(outvars=[v for v in jaxpr.outvars if is_wanted(v)])
         is_inner = is_checked and any(derivative.calls_of[v] for v in jaxpr.outvars)
         run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
         try:
@@ -368,6 +374,29 @@ def _evaluate(
             error.add_note(f"The operation {group[0].primitive.name} is at {line_of([group[0].source_info])}.")
             raise
         values.update(zip(jaxpr.outvars, found, strict=True))
+
+
+class _Run:
+    """Evaluates equations in groups. Each value is dropped when no later row reads it: else eager code would hold all.
+
+    A row is the variables that an equation reads; the last one is those that the run returns.
+    """
+
+    def __init__(self, derivative: Derivative, values: dict[Any, Any], last: Mapping[Any, int]) -> None:
+        self._derivative, self.values, self._last = derivative, values, last  # variable -> the last row that reads it
+        self._equations: list[Any] = []
+        self._expiring = sorted(last, key=last.__getitem__, reverse=True)
+
+    def add(self, equation: Any) -> None:
+        self._equations.append(equation)
+
+    def evaluate(self, row: int, read: Callable[[Any], Any] | None = None) -> None:
+        """Evaluate what was added, and drop what rows from this one on do not read."""
+        is_read = lambda v: self._last.get(v, -1) >= row  # noqa: E731
+        _evaluate(self._derivative, self._equations, self.values, read, is_read)
+        self._equations.clear()
+        while self._expiring and not is_read(self._expiring[-1]):
+            self.values.pop(self._expiring.pop(), None)
 
 
 class Plan:
@@ -394,8 +423,7 @@ class Plan:
         self.held |= {v for e in bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
         places = [*[None] * len(derivative.consts), *outside]
         is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
-        is_left = lambda v: not (has_tangent(v.aval) or pair.packs_arguments)  # noqa: E731
-        free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x or is_left(v)}
+        free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x}
         self._keeping_of: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
         self._constants = {v for v, x in zip(forward.invars, places, strict=True) if x is None}
         for e in forward.eqns:
@@ -419,6 +447,7 @@ class Plan:
         most = max([n_bytes(v.aval) for v in self.kept], default=0)
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
         self.forward_equations = live_equations(forward, [*derivative.outputs, *self.kept])
+        self._packed = {v for v in self.kept if self.graph.keeping(v).steps}
 
     def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
@@ -501,14 +530,23 @@ class Plan:
         return Origin() if self._origin is None else self._origin(v)
 
     def bytes_at(self, price: float) -> float:
+        return sum(self.bytes_by_type(price).values())
+
+    def bytes_by_type(self, price: float) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
         kept, _ = self.graph.choose(price)
-        own = sum([self.graph.keeping(v).bytes for v in kept if v not in self.held])
-        of_bodies = [
-            times * max([x.plan.bytes_at(price) for x in branches if x and x.plan], default=0)
-            for times, branches in self._bodies
-        ]
-        return own + sum(of_bodies)
+        found = Counter[Any]()
+        for v in kept:
+            if v not in self.held:
+                found[v.aval.shape, v.aval.dtype] += self.graph.keeping(v).bytes
+        for times, branches in self._bodies:
+            of_body = Counter[Any]()
+            for body in branches:
+                if body and body.plan:  # of two branches of a cond, JAX keeps one array if the types are equal
+                    of_body |= body.plan.bytes_by_type(price)
+            for (shape, dtype), size in of_body.items():
+                found[(times, *shape) if times > 1 else shape, dtype] += times * size
+        return found
 
     def price_for(self, limit: float) -> float:
         """Return about the lowest price at which the bytes are within the limit, or the highest price."""
@@ -524,34 +562,35 @@ class Plan:
 
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
         """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
-        jaxpr = self.derivative.forward
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, [*self.derivative.consts, *primals], strict=True))
-        residual_of: dict[Any, Any] = {}
-        packed, equations = {v for v in self.kept if self.graph.keeping(v).steps}, list[Any]()
+        jaxpr, derivative = self.derivative.forward, self.derivative
+        is_checked = is_reported.value or is_nan_reported()
+        rows = [[*variables(e.invars), *self._packed.intersection(e.outvars)] for e in self.forward_equations]
+        last = {v: n for n, row in enumerate(rows) for v in row}
+        returned = [*variables(derivative.outputs), *self.free, *[v for v in self.kept if v not in self._packed]]
+        last |= dict.fromkeys([*jaxpr.invars, *self.maker] if is_checked else returned, len(rows))
+        values: dict[Any, Any] = dict(zip(jaxpr.invars, [*derivative.consts, *primals], strict=True))
+        run, residual_of = _Run(derivative, values, last), dict[Any, Any]()
 
-        def pack(computed: Sequence[Any]) -> None:
+        def pack(computed: Sequence[Any], row: int) -> None:
             for v in computed:
-                if v in packed:
-                    _evaluate(self.derivative, equations, values)
-                    equations.clear()
-                    values[v], residual_of[v] = self._packed(v, values[v])
+                if v in self._packed:
+                    run.evaluate(row)
+                    values[v], residual_of[v] = self._with_residual(v, values[v])
 
-        pack(jaxpr.invars)
-        for e in self.forward_equations:
-            equations.append(e)
-            pack(e.outvars)
-        _evaluate(self.derivative, equations, values)
-        residual_of |= {v: values[v] for v in self.kept if v not in packed}
-        outputs = [v.val if isinstance(v, Literal) else values[v] for v in self.derivative.outputs]
-        further = self._further_residuals(values)
+        pack(jaxpr.invars, 0)
+        for n, e in enumerate(self.forward_equations):
+            run.add(e)
+            pack(e.outvars, n)
+        run.evaluate(len(rows))
+        residual_of |= {v: values[v] for v in self.kept if v not in self._packed}
+        outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
+        further = self._further_residuals(values) if is_checked else []
         is_program = any(map(is_staged, residual_of.values())) or any(map(is_staged, primals))
         self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
-        if not (is_reported.value or is_nan_reported()):
-            return []
         jaxpr = self.derivative.forward
         again = [v for v in self.graph.operations_of if v in self.made and v.aval.shape]
         missing = [e for e in live_equations(jaxpr, again) if not all(v in values for v in e.outvars)]
@@ -563,9 +602,9 @@ class Plan:
                 names = dict.fromkeys(name_of[x] for x in self._needed([v]) if x in name_of)
                 from_ = (", ".join(names) or "inputs") if v in self.made else None
                 found += apply(Mark(typeof(values[v]), self.origin(v), from_), [values[v]])
-        return found + largest([values[v] for v in (*again, *[v for v in self.kept if self.graph.keeping(v).steps])])
+        return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
 
-    def _packed(self, v: Any, value: Any) -> tuple[Any, Any]:
+    def _with_residual(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
         (x,) = as_arrays([value])
         with hooks_suspended():
@@ -589,17 +628,33 @@ class _BackwardRun:
         self._views: dict[Any, Any] = {}  # what comes from outside or is small, for the equation that reads it now
 
     def run(self) -> Values:
-        derivative, equations = self._plan.derivative, list[Any]()
-        for e in self._pass.equations:
-            if not all(v in self._values or v in self._pass.dependent for v in variables(e.invars)):
-                _evaluate(derivative, equations, self._values, self._read)
-                equations.clear()
-                self._prepare(e.invars)
-            equations.append(e)
-        _evaluate(derivative, equations, self._values, self._read)
-        outputs = self._pass.jaxpr.outvars
+        equations, outputs = self._pass.equations, self._pass.jaxpr.outvars
+        rows = [variables(e.invars) for e in equations]
+        run = _Run(self._plan.derivative, self._values, self._last_rows([*rows, variables(outputs)]))
+        for n, (e, row) in enumerate(zip(equations, rows, strict=True)):
+            if not all(v in self._values or v in self._pass.dependent for v in row):
+                run.evaluate(n, self._read)
+                self._prepare(row)
+            run.add(e)
+        run.evaluate(len(rows), self._read)
         self._prepare([v for v in variables(outputs) if v not in self._pass.dependent])
         return scatter([v.val if isinstance(v, Literal) else self._read(v) for v in outputs], self._pass.reached)
+
+    def _last_rows(self, rows: Sequence[Sequence[Any]]) -> dict[Any, int]:
+        """Return the last row that reads each variable, or something that is computed from it then."""
+        last, known = dict[Any, int](), {*self._pass.dependent, *self._residual_of, *self._values}
+        for n, row in enumerate(rows):
+            to_visit = list(row)
+            while to_visit:
+                v = to_visit.pop()
+                last[v] = n
+                if v not in known:
+                    known.add(v)
+                    to_visit += variables(self._maker(v).invars)
+        return last
+
+    def _maker(self, v: Any) -> Any:
+        return self._plan.maker.get(v) or self._pass.maker[v]
 
     def _read(self, v: Any) -> Any:
         return self._views[v] if v in self._views else self._values[v]
@@ -643,7 +698,7 @@ class _BackwardRun:
             if v in self._residual_of:
                 arrays_of[v] = self._residual_of[v]
                 continue
-            e = self._plan.maker.get(v) or self._pass.maker[v]
+            e = self._maker(v)
             if id(e) in order:
                 continue
             if is_ready:
@@ -686,7 +741,7 @@ class Planned(HookedFunction):
 
     def _plan_for(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
         __tracebackhide__ = True
-        key = tuple(nonzero), tuple(types), has_bodies
+        key = tuple(nonzero), tuple(types), has_bodies, is_reported.value
         if key not in self._plans:
             self._plans[key] = self._new_plan(types, nonzero, has_bodies)
         self.plan = self._plans[key]
