@@ -189,7 +189,7 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
     outside = [True] * len(inner[0].invars) if name == "cond" else is_free
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
-        outside = [*[True] * n_consts, *[False] * n_carry, *is_free[n_consts + n_carry :]]
+        outside = [n < n_consts or n >= n_consts + n_carry for n in range(len(is_free))]
     around = around._replace(within=(*around.within, e))
     functions = [Planned(body, outside, f"the body of a {name}", around) if body.eqns else None for body in inner]
     codes = [_planned_body(body, function) for body, function in zip(inner, functions, strict=True)]
