@@ -1,7 +1,5 @@
 """`check_layer` reports each property, says how far it was tested, and tells how to declare an intended failure."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """`gradcheck`, `gradgradcheck` and `assert_equivalent` take functions of every kind; their errors name the place."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Defines tables of layers that are each wrong in one way, and of right layers. Tests run each checker on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layers of NumPy: `host = True`, and `host = "forward"` for a `backward` in JAX."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Forward mode: by the transpose of backward, by a layer's own `jvp`, and within other functions of JAX."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A vjp function holds only what was saved, under the names of `saved_names`; nothing stays alive after it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

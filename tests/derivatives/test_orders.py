@@ -1,7 +1,5 @@
 """JAX uses `backward` at every order: known numbers, calls of methods, and derivatives of each kind of saved tensor."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

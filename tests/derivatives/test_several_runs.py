@@ -1,7 +1,5 @@
 """A staged function with layers has right derivatives each time that JAX differentiates it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

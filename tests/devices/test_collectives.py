@@ -5,8 +5,6 @@ means for the stack of what all ranks hold. P and a number name a Paddle PyLayer
 list that the layers are taken from.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

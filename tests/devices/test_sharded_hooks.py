@@ -1,7 +1,5 @@
 """Each device keeps its shard of what hooks pack. Only what XLA gathers in forward is communicated again."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -1,7 +1,5 @@
 """notebooks/comparison.md: every cell of its table is what running the code gives."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable

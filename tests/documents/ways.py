@@ -4,8 +4,6 @@ notebooks/comparison.md compares the ways in a table. `COLUMNS` has one function
 tests/documents/test_comparison.py computes every cell from it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

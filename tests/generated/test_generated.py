@@ -3,8 +3,6 @@
 PYLAYER_JAX_EXAMPLES=5000 python -m pytest tests/generated
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -1,7 +1,5 @@
 """What saved_tensors_hooks refuse, and what the errors say."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """Hooks with host=True: NumPy at run time, wherever the program runs, and how long what they keep lives."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

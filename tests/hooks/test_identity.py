@@ -1,7 +1,5 @@
 """Which pairs of hooks are equal, whose hooks run, what JAX's caches keep of a pair, its copies and its `repr`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """`recompute_saved(limit=...)` plans a whole function: the gradient is exact, and what backward keeps fits."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import warnings

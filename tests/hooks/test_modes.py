@@ -1,7 +1,5 @@
 """Packers under the flags of JAX: each packer, each flag, and each way to run a function."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """saved_tensors_hooks within one another, after exceptions, in threads, in tasks of asyncio, and disabled."""
 
-from __future__ import annotations
-
 import asyncio
 
 import jax

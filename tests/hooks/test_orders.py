@@ -1,7 +1,5 @@
 """saved_tensors_hooks under several derivatives of one function, in forward mode, and in compiled programs."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Tensors are chosen by a predicate or by where they come from; and a choice of nothing warns."""
 
-from __future__ import annotations
-
 import copy
 import re
 

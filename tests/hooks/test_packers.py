@@ -1,7 +1,5 @@
 """The ready pairs: how close they come, how much they keep, what they leave alone, and where they fail."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

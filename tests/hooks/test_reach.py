@@ -1,7 +1,5 @@
 """Which tensors saved_tensors_hooks reach, when and how often the hooks run, and that tensors come back."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What follows from a kept tensor is computed again, as far as the error of a pair allows; gradients stay right."""
 
-from __future__ import annotations
-
 import functools
 import gc
 

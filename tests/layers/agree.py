@@ -1,7 +1,5 @@
 """Defines layers with the same results in Paddle, torch and this package, also under saved-tensor hooks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.kit.oracle import Table, X, Y, Z

@@ -1,7 +1,5 @@
 """Defines one layer for each feature of a layer: containers, statics, saved intermediates, marked outputs, ..."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`Function` behaves as torch.autograd.Function does; each difference is tested for both."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@ Real Paddle 3.3 dies of a segmentation fault, and so is not asked, where an outp
 list of one gets no cotangent, and where the backward of a layer runs twice in one graph.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The same layers have the same results and errors in real torch and here; each difference is tested for both."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Each layer of the registry has the derivatives of its reference under each transform, also with forward mode."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
