@@ -56,7 +56,6 @@ def test_both_styles_of_forward_at_once():
         layer(base=Function, name="Mixed", setup_context=lambda ctx, inputs, output: None)
 
 
-# -- calls
 # -- calls ----------------------------------------------------------------------------------------
 
 CALLS = {
@@ -86,10 +85,11 @@ PUSHED = {
 }
 
 
+@pytest.mark.parametrize("members", [{}, {"vmap": lambda info, in_dims, x: (2 * x, in_dims[0])}], ids=["", "vmap"])
 @pytest.mark.parametrize("run", PUSHED.values(), ids=PUSHED)
-def test_forward_mode_without_a_rule(run):
-    with pytest.raises(TypeError, match=r"(?s)Linear.*forward_mode.*jvp"):
-        run(Linear.apply)
+def test_forward_mode_without_a_rule(run, members):
+    with pytest.raises(TypeError, match=r"(?s)Made.*forward_mode.*jvp"):
+        run(layer(**members).apply)
 
 
 # -- backward without return ----------------------------------------------------------------------

@@ -179,12 +179,6 @@ def test_an_empty_batch_goes_to_vmap():
     assert jax.vmap(made.apply)(MANY[:0]).shape == (0, 4)
 
 
-def test_forward_mode_of_a_layer_with_vmap_alone_is_an_error():
-    made = layer(vmap=lambda info, in_dims, x: (2 * x, in_dims[0]))
-    with pytest.raises(TypeError, match=r"Made.*forward_mode"):
-        jax.jvp(made.apply, (X,), (X,))
-
-
 # -- the name of a mapped axis ---------------------------------------------------------------------
 
 

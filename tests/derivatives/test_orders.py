@@ -60,13 +60,14 @@ def exponential(ctx, x):
     return y
 
 
-Host = layer(exponential, lambda ctx, dy: dy * ctx.saved_tensor()[0])
+Host = layer(exponential, lambda ctx, dy: dy * float(dy) * np.asarray(ctx.saved_tensor()[0]))
 HostOfIntermediate = layer(lambda ctx, x: exponential(ctx, x) * 1, base=Host)
 
 
 @pytest.mark.parametrize("layer", [Host, HostOfIntermediate, layer(base=Host, forward_mode=True)])
-def test_host_code_in_forward_has_a_first_derivative_in_eager_mode(layer):
+def test_host_code_has_a_first_derivative_in_eager_mode(layer):
     x = jnp.float32(0.5)
+    np.testing.assert_allclose(layer.apply(x), np.exp(0.5), rtol=1e-6)
     np.testing.assert_allclose(grad(layer.apply)(x), np.exp(0.5), rtol=1e-6)
     with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
         jax.jit(grad(layer.apply))(x)
