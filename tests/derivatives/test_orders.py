@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, once_differentiable
-from tests.kit.layers import layer, text_of
+from tests.hooks.spy import in_block
+from tests.kit.layers import bits, layer, text_of
 from tests.kit.modes import SECOND, STAGED
 
 grad = jax.grad
@@ -110,6 +111,7 @@ TWICE_IN_REVERSE = [
     lambda f: jax.jit(grad(grad(f))),
     lambda f: grad(jax.jit(grad(f))),
     lambda f: jax.jit(jax.hessian(f)),
+    lambda f: in_block(bits(), grad(grad(f))),
 ]
 TWICE_FORWARD = [
     lambda f: pushed(pushed(f)),
@@ -122,7 +124,8 @@ TWICE_FORWARD = [
 @pytest.mark.parametrize("layer", [Once, OnceOnHost, OnceForward, OnceWithJvp])
 def test_once_differentiable(layer):
     on_host = layer is OnceOnHost
-    firsts = [grad] if on_host else [grad, lambda f: jax.jit(grad(f)), lambda f: grad(jax.jit(f))]
+    firsts = [grad, lambda f: in_block(bits(), grad(f))]
+    firsts += [] if on_host else [lambda f: jax.jit(grad(f)), lambda f: grad(jax.jit(f))]
     if layer in (OnceForward, OnceWithJvp):
         firsts += [pushed, lambda f: jax.jit(pushed(f))]
     for first in firsts:

@@ -56,6 +56,10 @@ class Multiplies:
         return packed[0] * self.scale
 
 
+class Unhashable(Multiplies):
+    __hash__ = None
+
+
 def as_tuple(x):
     return (x,)
 
@@ -69,6 +73,7 @@ ALIKE = {
     "lambda": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * scale),
     "callable": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale)),
     "method": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale).__call__),
+    "without a hash": lambda scale: saved_tensors_hooks(as_tuple, Unhashable(scale)),
     "chain": lambda scale: chain(OfClosures(scale), cast_saved(jnp.float32)),
     "host": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * np.float32(scale), host=True),
 }
@@ -107,13 +112,12 @@ def test_each_pair_runs_its_own_hooks(make):
 
 def test_each_thread_runs_its_own_hooks():
     step = jax.jit(jax.grad(lambda x: jax.jit(tanh_sum)(x) + jax.lax.map(tanh_sum, x[None])[0]))
+    # No hooks in two threads, and three pairs that two threads share each.
+    pairs = [contextlib.nullcontext(), *map(OfClosures, (2.0, 3.0, 4.0))]
 
     def work(i):
-        if i == 0:  # without hooks
-            np.testing.assert_allclose(step(X), 2 * slope(1.0), rtol=1e-4)
-            return
-        with OfClosures(float(i)):
-            np.testing.assert_allclose(step(X), 2 * slope(float(i)), rtol=1e-4)
+        with pairs[i % 4]:
+            np.testing.assert_allclose(step(X), 2 * slope(1.0 + i % 4), rtol=1e-4)
 
     assert in_threads(8, work) == []
 
@@ -248,6 +252,7 @@ def predicate_of_a_step(make):
 PAIRS = {
     "hooks": hooks_of_a_step,
     "host": lambda: hooks_of_a_step(host=True),
+    "limit": lambda: predicate_of_a_step(lambda only: recompute_saved(limit="4 KiB", only=only)),
     "only": lambda: predicate_of_a_step(lambda only: cast_saved(only=only)),
     "chain": lambda: predicate_of_a_step(lambda only: chain(quantize_saved(), save_on_cpu(), only=only)),
     "by name": lambda: predicate_of_a_step(lambda only: by_name({...: cast_saved(only=only)})),
@@ -291,13 +296,14 @@ def met(steps):
 
 
 @met(ALL_STEPS)
-def test_nothing_of_a_pair_stays_alive(step, pair, function):
+def test_nothing_of_a_pair_or_of_what_it_decorates_stays_alive(step, pair, function):
     alive = []
     for _ in range(2):
         made, parts = PAIRS[pair]()
-        alive += map(weakref.ref, [made, *parts])
-        ALL_STEPS[step](made, FUNCTIONS[function])
-        del made, parts
+        decorated = lambda *args: FUNCTIONS[function](*args)  # noqa: E731
+        alive += map(weakref.ref, [made, decorated, *parts])
+        ALL_STEPS[step](made, decorated)
+        del made, decorated, parts
     gc.collect()
     assert not [part() for part in alive if part() is not None]
 
