@@ -170,9 +170,6 @@ def test_one_warning_lists_the_branches_that_no_value_takes(check):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-# -- assert_equivalent -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("reference", "message"),
     [

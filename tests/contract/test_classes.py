@@ -104,9 +104,6 @@ def test_once_differentiable_beside_static_and_class_methods(outer, decorator_fi
         jax.grad(lambda x: jax.grad(lambda x: (layer.apply(x) ** 2).sum())(x).sum())(X)
 
 
-# -- cloudpickle ----------------------------------------------------------------------------------
-
-
 def used(layer, once):
     """Return numbers of unpickled classes, which no module defines; one of them has no second derivative."""
     layer, once = cloudpickle.loads(layer), cloudpickle.loads(once)
@@ -252,9 +249,6 @@ def test_a_method_of_the_same_name_that_calls_it():
     assert Shifted.apply.__doc__ == "Shifted."
     np.testing.assert_allclose(Shifted.apply(X, 1.0), 2 * X + 1)
     np.testing.assert_allclose(Tripled.apply(X, 1.0), 3 * X + 1)
-
-
-# -- decorators of the package --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decorator", [cast_saved(), saved_tensors_hooks(abs, abs), once_differentiable])

@@ -159,9 +159,6 @@ def test_a_traced_value_on_ctx_that_backward_does_not_use(mode):
     assert mode(lambda x, w: made.apply(x, Scale(w)))(X, X).tolist() == [2, 2, 2]
 
 
-# -- constants ------------------------------------------------------------------------------------
-
-
 def test_constants_that_methods_close_over():
     assert jax.jit(jax.grad(loss(closing_over(jnp.float32(3)))))(X).tolist() == [3, 3, 3]
     assert jax.jit(lambda w: loss(closing_over(w))(X))(3.0) == 3 * X.sum()

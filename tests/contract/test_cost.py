@@ -15,9 +15,6 @@ from tests.kit.layers import ForwardTanh, Tanh, layer, loss
 from tests.kit.modes import MODES
 from tests.tools.benchmarks.timing import python_calls
 
-# -- programs -------------------------------------------------------------------------------------
-
-
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 
@@ -148,9 +145,6 @@ def test_nothing_is_built_per_call(monkeypatch):
         jax.grad(loss(fresh))(X)
         jax.jit(lambda x: fresh.apply(x))(X)
     assert len(built) == 1
-
-
-# -- a function among the arguments ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [jax.grad, lambda f: jax.jit(jax.grad(f)).trace], ids=["eager", "trace"])

@@ -157,9 +157,6 @@ def test_a_vmap_method_with_shared_arguments(host, axes, mode):
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
-# -- objects on ctx -------------------------------------------------------------------------------
-
-
 def masked(ctx, x):
     ctx.x, ctx.mask = x, (x > 0.9) if np.any(x > 0.9) else None
     return np.where(x > 0.9, 0, np.sin(x))
@@ -825,9 +822,6 @@ def test_branches_of_a_batch(mode, host_vmap):
     for ours, theirs in pairs:
         expected = gradient(lambda a: jnp.linalg.slogdet(a)[1], theirs)(a)
         np.testing.assert_allclose(mode(gradient(made.apply, ours))(a), expected, rtol=1e-4, atol=1e-5)
-
-
-# -- types ------------------------------------------------------------------------------------------
 
 
 def test_dtypes_are_those_of_jax():

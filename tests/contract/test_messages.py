@@ -56,8 +56,6 @@ def test_both_styles_of_forward_at_once():
         layer(base=Function, name="Mixed", setup_context=lambda ctx, inputs, output: None)
 
 
-# -- calls ----------------------------------------------------------------------------------------
-
 CALLS = {
     "'x'|'nope'": ((), {"nope": 3}),
     "'nope'": ((X,), {"nope": 3}),
@@ -73,9 +71,6 @@ def test_calls_that_do_not_fit(run, message):
     with pytest.raises(TypeError, match=message) as caught:
         run(lambda x: Linear.apply(*args, **named).sum())(X)
     assert "Linear.apply" in str(caught.value)
-
-
-# -- forward mode without a rule ------------------------------------------------------------------
 
 
 PUSHED = {
@@ -257,9 +252,6 @@ def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, kind, shown):
     assert re.search(f"wrap it: return {shown}", text_of(caught.value))
     right = layer(base=made, backward=lambda ctx, dy: (kind(dy, 2 * dy),))
     assert run(lambda x: right.apply(kind(x, x)).sum())(X).tolist() == [3, 3, 3]
-
-
-# -- calls of the class ---------------------------------------------------------------------------
 
 
 Split = layer(lambda x, w=2.0: x * w, base=Function, name="Split", setup_context=lambda ctx, inputs, output: None)

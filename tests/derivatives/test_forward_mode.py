@@ -186,9 +186,6 @@ def test_none_and_other_dtypes_from_jvp():
     assert number.tolist() == (X * 4).tolist()
 
 
-# -- `jax.linear_transpose` -----------------------------------------------------------------------
-
-
 # Linear; its rule, which plays no part here, is not its transpose.
 Sums = layer(lambda ctx, x: (jnp.cumsum(x) * 3, x.sum()), lambda ctx, *_: pytest.fail("it is not differentiated"))
 ForwardSums = layer(base=Sums, forward_mode=True)

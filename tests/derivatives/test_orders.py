@@ -51,9 +51,6 @@ def test_forward_runs_once_per_application(transform, expected):
     assert (len(calls), found) == (1, expected)
 
 
-# -- host code ----------------------------------------------------------------------------------------
-
-
 def exponential(ctx, x):
     y = jnp.asarray(np.exp(np.asarray(x)))
     assert float(x) > 0
@@ -76,9 +73,6 @@ def test_host_code_has_a_first_derivative_in_eager_mode(layer):
     for second in (grad(grad(layer.apply)), jax.hessian(layer.apply)):
         with pytest.raises(TypeError, match=rf"(?s){layer.__name__}.*jax\.pure_callback"):
             second(x)
-
-
-# -- @once_differentiable -----------------------------------------------------------------------------
 
 
 @once_differentiable
@@ -216,9 +210,6 @@ def test_second_derivative_by_what_is_saved(kind, forward_mode, second):
         apply = saves(forward, save, name in MARKED, kind, forward_mode=forward_mode).apply
         found = second(lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=name)
-
-
-# -- Refs ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])

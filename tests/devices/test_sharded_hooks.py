@@ -57,9 +57,6 @@ def network(mesh):
     return total, weights, random(mesh, (32, 256), "data")
 
 
-# -- packers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "hooks", "far"),
     [("automatic", quantize_saved(8), 0.02), ("explicit", cast_saved(), 0.01), ("explicit", quantize_saved(4), 0.6)],

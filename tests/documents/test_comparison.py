@@ -198,9 +198,6 @@ def test_a_cell_is_what_running_the_code_gives(row, column):
     assert says(cell, found), found
 
 
-# -- torch and Paddle --------------------------------------------------------------------------------------------
-
-
 def of_framework(of: Paddle | Torch, doubled: Callable[[Any], Any]) -> tuple[dict[str, str], Any]:
     """Return the cells that torch and Paddle have in common, and tanh with twice its gradient.
 

@@ -228,9 +228,6 @@ def test_what_a_collected_program_held_is_dropped():
     assert len(host) == 0
 
 
-# -- errors ---------------------------------------------------------------------------------------
-
-
 def test_checkpoint_inside_is_refused_and_around_works():
     host = Host()
     for differentiate in GRADIENTS[:2]:

@@ -132,9 +132,6 @@ def test_linear_transpose(mode):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-# -- what is packed of layers with forward mode ----------------------------------------------------
-
-
 TWO = jnp.array([0.3, 0.7])
 ForwardMultiply = layer(base=Multiply, forward_mode=True)
 
@@ -144,9 +141,6 @@ def test_jacobian_under_hooks():
     with bits():  # the tangents are mapped, and what was packed is not
         for run in (jacobian, jax.jit(jacobian)):
             np.testing.assert_allclose(run(TWO, TWO + 1), [jnp.diag(TWO + 1), jnp.diag(TWO)], rtol=1e-6)
-
-
-# -- what is compiled ------------------------------------------------------------------------------
 
 
 def sines(x):

@@ -368,9 +368,6 @@ def test_a_short_row_is_not_quantized_to_more_bytes(dtype, length):
         assert bytes_held(jax.vjp(quantize_saved(8, arguments=True)(jnp.sin), x)[1]) <= plain
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 def files(directory):
     return [path for path in pathlib.Path(directory).rglob("*") if path.is_file()]
 
@@ -467,9 +464,6 @@ def test_a_damaged_file_is_an_error_and_is_not_remembered(damage, tmp_path):
         np.testing.assert_allclose(jax.vjp(Square.apply, X)[1](X)[0], 2 * X * X, rtol=1e-6)
 
 
-# -- chains -------------------------------------------------------------------------------------
-
-
 def test_integers_that_a_pair_made_go_to_disk(tmp_path):
     _, pullback = jax.vjp(chain(quantize_saved(8), save_on_disk(tmp_path))(tanh_sum), X)
     assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 512
@@ -520,9 +514,6 @@ def test_an_error_names_the_pair(pair, kind, text):
     assert all(word in text_of(caught.value) for word in (text, type(pair).__name__, "Tanh"))
 
 
-# -- parameters -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -555,9 +546,6 @@ def test_an_error_names_the_pair(pair, kind, text):
 def test_wrong_parameters(make, kind, message, tmp_path):
     with pytest.raises(kind, match=message):
         make(tmp_path)
-
-
-# -- in programs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

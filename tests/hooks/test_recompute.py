@@ -277,9 +277,6 @@ def test_weakly_typed_arrays_in_eager_mode():
         np.testing.assert_array_equal(jax.grad(pair(jnp.sum))(x), np.ones(4))
 
 
-# -- bounds --------------------------------------------------------------------------------------------
-
-
 def stream(n_layers):
     def f(w, x):
         for _ in range(n_layers):
@@ -310,9 +307,6 @@ def test_an_eager_gradient_holds_no_more_arrays_than_without_a_block():
         return most
 
     assert peak(recompute_saved()) <= peak(lambda f: f)
-
-
-# -- memory ------------------------------------------------------------------------------------------
 
 
 def scanned(x, ws):
@@ -352,9 +346,6 @@ def test_memory_of_a_compiled_gradient(pair, tmp_path):
         if jax.__version_info__ >= (0, 11):  # XLA of jax 0.10 removes optimization barriers on CPU
             packed, plain = (temporary_bytes(g, jnp.ones((2048, 128)), WS) for g in (hooked, f))
             assert packed < share * plain, packed / plain
-
-
-# -- what is held ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("differentiate", [jax.vjp, lambda f, *args: jax.grad(f)(*args)], ids=["vjp", "grad"])

@@ -202,8 +202,6 @@ def both_rules_for_vmap(of):
     return of.vmap(of.function(lambda x: x * 2, **rules).apply)
 
 
-# -- forward mode -----------------------------------------------------------------------------------
-
 DX, DY = np.cos(X), 2 * Y
 
 
