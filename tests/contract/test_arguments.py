@@ -107,9 +107,6 @@ def test_the_keys_of_a_dict_need_not_be_sortable(kind, statics):
     assert jax.grad(f)(X).tolist() == [3, 3, 3]
 
 
-# -- changes in place -----------------------------------------------------------------------------
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Module:
@@ -176,12 +173,10 @@ def test_changes_that_are_not_refused():
     np.testing.assert_allclose(layer(lambda ctx, x, p: x * dict(p).pop("w")).apply(X, {"w": X}), X * X)
 
 
-# -- dicts keep the order of their keys, which JAX sorts: `a, b = d.values()` is the same in both methods --
-
-
 @pytest.mark.parametrize("kind", [dict, DEFAULT], ids=["dict", "defaultdict"])
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda *xs: jax.vmap(f)(*xs)])
 def test_dicts_keep_the_order_of_their_keys(run, kind):
+    # JAX sorts them; here `a, b = d.values()` is the same in both methods.
     seen = []
 
     def forward(ctx, x, params, **more):

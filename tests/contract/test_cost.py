@@ -161,9 +161,6 @@ def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mo
     assert calls_of(lambda x: applies.apply(x, jnp.tanh)) <= 1.13 * calls_of(Tanh.apply)
 
 
-# -- the names of layers in programs, as a profiler shows them -------------------------------------
-
-
 OwnJvp = layer(base=Tanh, name="OwnJvp", jvp=lambda ctx, dx: dx / jnp.cosh(ctx.saved_tensor()[0]))
 OwnVmap = layer(base=Tanh, name="OwnVmap", vmap=lambda info, in_dims, x: (jnp.tan(x), in_dims[0]))
 setup = {"setup_context": lambda ctx, inputs, output: ctx.save_for_backward(output)}

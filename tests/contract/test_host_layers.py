@@ -233,9 +233,6 @@ def test_numbers_have_dtypes_of_jax_and_statics_stay(declared, mode):
     assert mode(jax.grad(lambda x: f(x)[0].sum()))(X).tolist() == jnp.full_like(X, 6).tolist()
 
 
-# -- examples, statics, errors --------------------------------------------------------------------
-
-
 def error_of(run, *args):
     with pytest.raises(Exception, match=r".") as caught:
         jax.block_until_ready(run(*args))
@@ -872,9 +869,6 @@ def test_complex_gradients_follow_the_convention_of_the_class(mode):
         return lambda z: jnp.abs(jnp.sum(f(z) * (1 + 1j)))
 
     np.testing.assert_allclose(mode(jax.grad(loss(made.apply)))(z), jax.grad(loss(lambda z: z * z))(z), rtol=1e-5)
-
-
-# -- vmap, hooks, tools -------------------------------------------------------------------------------
 
 
 def test_broadcast_is_one_call_and_checks_shapes():

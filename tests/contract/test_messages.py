@@ -87,9 +87,6 @@ def test_forward_mode_without_a_rule(run, members):
         run(layer(**members).apply)
 
 
-# -- backward without return ----------------------------------------------------------------------
-
-
 def forgetful(wrap=lambda f: f):
     return layer(backward=wrap(lambda ctx, dy: None))
 

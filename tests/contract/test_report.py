@@ -165,9 +165,6 @@ def test_the_bars_of_a_plot_are_the_rows():
     assert report.plot(ax) is ax
 
 
-# -- the total is what `jax.vjp` holds, wherever layers, hooks and transformations stand -----------
-
-
 TALL, WIDE = jnp.ones((128, 64)), jnp.ones((64, 64))
 
 

@@ -105,10 +105,6 @@ class Shares(PyLayer):
         return (front(x, x_dim, info.batch_size) * a * n * scale, total[0]), (0, total[1])
 
 
-def arrays(axes):
-    return [MANY.T if axis == 1 else MANY if axis == 0 else X for axis in axes]
-
-
 @EAGER_AND_JIT
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])
 def test_what_vmap_gets(mode, axes):
@@ -122,7 +118,7 @@ def test_what_vmap_gets(mode, axes):
         return jax.grad(lambda *a: jnp.sum(jnp.sin(jax.vmap(f, (*axes, None))(*a))), (0, 1, 2))
 
     Shares.seen.clear()
-    x, a = arrays(axes)
+    x, a = ({0: MANY, 1: MANY.T, None: X}[axis] for axis in axes)
     assert_same(mode(gradients(ours))(x, a, 0.5), jax.jit(gradients(plain))(x, a, 0.5))
     dims = axes[0], {"a": axes[1], "s": None}, None, None
     assert Shares.seen[0] == (3, dims, x.shape, a.shape, 2)

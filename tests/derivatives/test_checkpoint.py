@@ -54,11 +54,7 @@ NamedProduct = layer(
 NamedSteep = layer(base=Steep, name="NamedSteep", saved_names=True)
 
 
-def _batch(info, in_dims, x):
-    return jnp.tanh(x), in_dims[0]
-
-
-OwnVmap = layer(base=Steep, name="OwnVmap", vmap=_batch)
+OwnVmap = layer(base=Steep, vmap=lambda info, in_dims, x: (jnp.tanh(x), in_dims[0]))
 
 X = jnp.linspace(-0.9, 1.1, 9, dtype=jnp.float32).reshape(3, 3)
 W = X[::-1] * 0.7
@@ -200,9 +196,6 @@ def test_outputs_that_nothing_uses_are_not_computed(kind, used, present, absent)
 
     expected = sum(jax.grad(lambda x, i=i: made.apply(x, -1.3)[i])(0.1) for i in used)
     np.testing.assert_allclose(jax.grad(scanned)(0.1), 1 + 2 * expected, rtol=1e-6)
-
-
-# -- what a layer is where nothing is differentiated --------------------------------------------------------------
 
 
 def test_the_operations_of_forward_stand_in_the_jaxpr_of_a_layer():

@@ -144,9 +144,6 @@ def test_once_differentiable_backward_may_be_transposed(place):
         np.testing.assert_allclose(run(0.5), 0.5 * np.cos(x), rtol=1e-6)  # no derivative of backward, linear in dy
 
 
-# -- what a saved object counts as, in every transform ---------------------------------------------
-
-
 X, S, C = 0.7, np.sin(0.7), np.cos(0.7)
 
 

@@ -177,9 +177,6 @@ def test_staged_code_with_a_block_is_differentiated_for_a_value_that_it_closes_o
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-# -- functions of JAX with layers in them ----------------------------------------------------------
-
-
 FOUR = jnp.array([0.3, -0.7, 1.1, 0.5])
 
 

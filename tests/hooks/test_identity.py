@@ -259,33 +259,21 @@ PAIRS = {
 }
 
 
-def inside(pair, f, run=jax.grad):
-    run(pair(f))(*ARGS)
-
-
 def around(pair, f):
     with pair:
         jax.grad(f)(*ARGS)
 
 
-def a_dropped_jitted_function(pair, f):
-    jax.jit(jax.grad(pair(lambda *args: f(*args))))(*ARGS)
-
-
-def under_vmap(pair, f):
-    jax.vmap(jax.grad(pair(f)), (None, 0))(ARGS[0], jnp.stack([W, W]))
-
-
-def under_checkpoint(pair, f):
-    jax.grad(pair(jax.checkpoint(lambda *args: f(*args))))(*ARGS)
-
-
-def report(pair, f):
-    saved_tensors_report(pair(f), *ARGS)
-
-
-STEPS = {"inside": inside, "around": around, "vmap": under_vmap}
-ALL_STEPS = STEPS | {"jit": a_dropped_jitted_function, "checkpoint": under_checkpoint, "report": report}
+STEPS = {
+    "inside": lambda pair, f: jax.grad(pair(f))(*ARGS),
+    "around": around,
+    "vmap": lambda pair, f: jax.vmap(jax.grad(pair(f)), (None, 0))(ARGS[0], jnp.stack([W, W])),
+}
+ALL_STEPS = STEPS | {
+    "jit of a function that is dropped": lambda pair, f: jax.jit(jax.grad(pair(lambda *args: f(*args))))(*ARGS),
+    "checkpoint": lambda pair, f: jax.grad(pair(jax.checkpoint(lambda *args: f(*args))))(*ARGS),
+    "report": lambda pair, f: saved_tensors_report(pair(f), *ARGS),
+}
 FUNCTIONS = {"plain": plain, "layers": layers, "jitted": jitted}
 
 

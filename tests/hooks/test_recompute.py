@@ -126,9 +126,6 @@ def test_only_selects_what_is_computed_again():
     assert kept >= fewer + X.nbytes
 
 
-# -- rules that compare what they saved ----------------------------------------------------------------
-
-
 def values(x):
     return x.max(-1, keepdims=True)
 
@@ -370,9 +367,6 @@ def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collect
         assert held() == before
     finally:
         gc.enable()
-
-
-# -- a value that stays the same in a loop is packed once, and not stacked -------------------------
 
 
 SIZE = 64

@@ -93,8 +93,6 @@ Recompute = case(_block, X, W, call=lambda x, w: Recompute.apply(_block, True, (
 )
 
 
-# -- calls beside real Paddle ---------------------------------------------------------------------------
-
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)
 LOSS = np.array(0.7, np.float32)

@@ -109,8 +109,6 @@ def layers(xp):
 ported = names.text(layers, names.JAX)
 
 
-# -- calls beside real torch ----------------------------------------------------------------------------
-
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)
 Y = grid(2, 3, low=-0.9, high=1.1) + np.float32(0.05)

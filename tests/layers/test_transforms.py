@@ -46,9 +46,6 @@ def test_as_the_reference(transform, case):
     compare(case, transform)
 
 
-# -- with forward_mode = True -------------------------------------------------------------------------
-
-
 LINEAR = {case.name for case in CASES if case.is_linear}
 
 
@@ -62,9 +59,6 @@ def test_a_backward_that_is_not_linear_is_refused(case, monkeypatch):
     ours = case.in_forward_mode(monkeypatch)
     with pytest.raises(TypeError, match=case.forward_over_reverse):
         pushed(scalar(ours.layer, case.linear_loss), case.args)(*case.args)
-
-
-# -- staged code in a batch ---------------------------------------------------------------------------
 
 
 NINE = jnp.arange(9.0).reshape(3, 3) / 9
