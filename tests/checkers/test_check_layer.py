@@ -205,9 +205,6 @@ def test_keywords_are_arguments():
         check_layer(lambda x, *, y: WrongSign.apply(y) * x, X, kwargs={"y": X}, skip=all_but("gradients"))
 
 
-# -- the report -----------------------------------------------------------------------------------
-
-
 def test_the_report_is_a_line_per_property():
     lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "remat"))).splitlines()
     assert lines[0] == "Multiply"

@@ -206,11 +206,6 @@ def test_a_sharded_function_is_compared_with_a_whole_one(kind):
     assert_equivalent(sharded(lambda x: jax.lax.psum(whole(x), "i"), mesh), whole, (x,))
 
 
-# -- arrays on several devices, and arrays of which other processes hold a part --------------------
-
-
-ROWS = jnp.linspace(0.2, 1.0, 8).reshape(4, 2)
-
 CHECKED = "jit", "vmap", "shard_map", "gradients", "linear"
 CHECKERS = {
     "gradcheck": lambda f, x: gradcheck(f, (jnp.ones(()), {"w": [x]})),
@@ -227,7 +222,8 @@ def model(factor, tree):
 @pytest.fixture
 def on_devices():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.device_put(ROWS, NamedSharding(mesh, PartitionSpec("i")))
+    rows = jnp.linspace(0.2, 1.0, 8).reshape(4, 2)
+    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec("i")))
 
 
 @pytest.mark.parametrize("name", CHECKERS)

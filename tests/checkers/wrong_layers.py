@@ -136,8 +136,6 @@ NeedsEveryCotangent = layer(
 )
 
 
-# -- globals --------------------------------------------------------------------------------------
-
 KEPT: dict[Any, Any] = {}
 
 
@@ -167,7 +165,6 @@ ReadsGlobal = layer(
     lambda ctx, x: (KEPT.update(x=x), jnp.sin(x))[1], lambda ctx, dy: dy * jnp.cos(KEPT["x"]), name="ReadsGlobal"
 )
 OnClass = layer(on_class, lambda ctx, dy: (OnClass.factor * dy, None))
-# -- wrong under one transform ----------------------------------------------------------------------
 
 
 def within(file):
@@ -230,8 +227,6 @@ Picks = layer(picked, picked_gradient, plain=True, name="Picks")
 SharesTheIndex = layer(base=Takes, vmap=shares_the_index)
 RefusesABatchOfIndices = layer(base=Takes, vmap=refuses_a_batch_of_indices)
 
-
-# -- forward mode -----------------------------------------------------------------------------------
 
 # Right, both; what the second saves is its output, so that its second derivative needs its first.
 SineBothWays = layer(base=Sine, jvp=Sine.backward, name="SineBothWays")
@@ -336,9 +331,6 @@ LIMITS = {
 }
 
 
-# -- on several devices -----------------------------------------------------------------------------
-
-
 def sharded(function, mesh=None):
     """Run a function on the shards of four devices; each device returns the whole output."""
     mesh = mesh or jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -356,9 +348,6 @@ SUMS_TWICE = sharded(lambda x: jax.lax.psum(SumsTwice.apply(whole(x)), "i"))
 
 def first_device_is_right(x):
     return jnp.where(jax.lax.axis_index("i") == 0, 0.0, 1.0) + jax.lax.psum(whole(x), "i")
-
-
-# -- the tables -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,9 +209,6 @@ def test_dicts_keep_the_order_of_their_keys(run, kind):
     assert type(outputs(x, a)) is type(kind())
 
 
-# -- what comes out --------------------------------------------------------------------------------
-
-
 Named = namedtuple("Named", "value label")
 OBJECT = object()
 FUNCTION = lambda: None  # noqa: E731

@@ -58,9 +58,6 @@ def test_members_of_another_class(base, old, new):
     np.testing.assert_allclose(jax.grad(loss(first))(X), value)
 
 
-# -- names ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "meant"),
     [

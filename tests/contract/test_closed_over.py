@@ -36,9 +36,6 @@ def assert_right_or_refused(run, expected):
     assert found.tolist() == expected
 
 
-# -- differentiated -------------------------------------------------------------------------------
-
-
 @modes
 def test_a_differentiated_value_that_a_method_closes_over(mode):
     assert_named(lambda: MODES[mode](lambda w: loss(closing_over(w))(X))(X))

@@ -75,8 +75,6 @@ def test_what_holds_no_array_arrives_as_forward_left_it():
     assert solver.runs == [1, 1]
 
 
-# -- phases and misuse ----------------------------------------------------------------------------
-
 CALLS = {
     "save_for_backward": lambda ctx, x: ctx.save_for_backward(x),
     "mark_non_differentiable": lambda ctx, x: ctx.mark_non_differentiable(x),
@@ -203,9 +201,6 @@ def test_needs_input_grad_is_exact_but_in_a_traced_forward(argnums):
         *in_forward, in_backward = seen
         assert set(in_forward) == {(True, False, True, False)}
         assert in_backward == expected
-
-
-# -- NumPy ----------------------------------------------------------------------------------------
 
 
 @modes

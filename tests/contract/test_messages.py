@@ -21,9 +21,6 @@ from tests.kit.threads import in_threads
 Linear = layer(forward=lambda ctx, x, w=2.0: x * w, backward=lambda ctx, dy: dy * 2, name="Linear")
 
 
-# -- methods that are missing or of another form --------------------------------------------------
-
-
 class Unbound(PyLayer):
     def forward(self, ctx, x):
         return x * 2
@@ -144,9 +141,6 @@ def test_backward_without_return_where_two_gradients_are_needed():
         jax.grad(lambda w: made.apply(X, w).sum())(X)
 
 
-# -- outputs that carry no gradient ----------------------------------------------------------------
-
-
 def rounds(give=lambda ctx, x: jnp.round(x).astype(jnp.int32), **members):
     return layer(give, lambda ctx, *dys: pytest.fail("backward was called"), name="Rounds", **members)
 
@@ -191,9 +185,6 @@ def test_integer_outputs_are_silent_where_no_gradient_is_asked_for(run):
     bare = type("Bare", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x > 0)})
     for silent in (rounds(marked), bare):
         assert run(total_of(silent))(X).tolist() == [0, 0, 0]
-
-
-# -- parameters too few or too many ---------------------------------------------------------------
 
 
 @gradients

@@ -199,13 +199,6 @@ def test_generated_backwards_are_right_or_refused(steps):
     np.testing.assert_allclose(backward(2 * T), twice, atol=0.03 * max(1, np.abs(twice).max()))
 
 
-@pytest.mark.parametrize("mode", [jax.hessian, lambda f: jax.jit(jax.hessian(f)), lambda f: jax.hessian(jax.jit(f))])
-def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
-    outer = ruled(layer(lambda ctx, x: x * x, name="Inner").apply)
-    with pytest.raises(TypeError, match=r"Made\.backward|Inner"):
-        mode(lambda x: (outer.apply(x) ** 2).sum())(X)
-
-
 def test_a_backward_with_a_layer_that_saves_an_intermediate():
     def forward(ctx, x, c):
         wave = jnp.sin(x)

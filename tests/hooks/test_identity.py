@@ -134,9 +134,6 @@ def test_a_pair_may_enter_a_set_before_its_hooks_are_set():
     assert set(entered) == set(pairs)
 
 
-# -- equal pairs -----------------------------------------------------------------------------------------
-
-
 class Named(saved_tensors_hooks):
     pass
 

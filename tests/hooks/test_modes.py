@@ -109,9 +109,6 @@ def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
     assert_close(np.asarray(found), np.asarray(expected), tolerance)
 
 
-# -- a NaN of the user's own -----------------------------------------------------------------------------
-
-
 def makes_nan(x):
     return jnp.sum(jnp.tanh(jnp.where(x > 0, jnp.sqrt(x), 0.0)))
 

@@ -301,9 +301,6 @@ def test_stochastic_rounding_has_no_bias():
     np.testing.assert_array_equal(again, got)
 
 
-# -- how much is kept -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "of",
     [

@@ -234,9 +234,6 @@ compiled = functools.partial(transformed, jax.jit, gradient)
 compiled_batch = functools.partial(transformed, in_a_batch, gradient, size=4)
 
 
-# -- first order ----------------------------------------------------------------------------------
-
-
 register(FIRST_ORDER, "grad", eagerly(), same_as="jit_of_grad")
 register(FIRST_ORDER, "jit_of_grad", compiled())
 register(FIRST_ORDER, "grad_of_jit", eagerly(_jitted), same_as="jit_of_grad")
@@ -298,9 +295,6 @@ def debug_nans(f, args):
         return compiled()(f, args)
 
 
-# -- second order ---------------------------------------------------------------------------------
-
-
 register(SECOND_ORDER, "grad_of_grad", eagerly(along), covered=True, same_as="jit_of_grad_of_grad")
 register(SECOND_ORDER, "jit_of_grad_of_grad", compiled(along))
 register(SECOND_ORDER, "grad_of_grad_of_jit", eagerly(along, _jitted), slow=True, same_as="jit_of_grad_of_grad")
@@ -311,9 +305,6 @@ register(
     SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), same_as="jit_of_grad_of_grad"
 )
 register(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=4), same_as="vmap_of_grad_of_grad")
-
-
-# -- forward over reverse -------------------------------------------------------------------------
 
 
 register(FORWARD_OVER_REVERSE, "hessian", value_eagerly(hessian), slow=True, same_as="jit_of_hessian")
@@ -363,16 +354,11 @@ def jacfwd(f, args, derivative=along):
     return jax.jit(jacobian(_two_outputs(f), floats(args)))(*args)
 
 
-# -- which layers are tested under a transform ------------------------------------------------------------
-
 TRANSFORMS = FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE | FORWARD
 SLOW = {name for name, transform in TRANSFORMS.items() if transform.slow}
 COVERED = {name for name, transform in TRANSFORMS.items() if transform.covered}
 # For each transform, the one of the same table whose expected numbers it has.
 SAME_AS = {name: transform.same_as for name, transform in TRANSFORMS.items()}
-
-
-# -- comparison -----------------------------------------------------------------------------------
 
 
 def scalar(function: Callable[..., Any], linear: bool) -> Function:

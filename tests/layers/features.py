@@ -13,8 +13,6 @@ from tests.kit.layers import Multiply, Tanh, layer
 
 saving = functools.partial(layer, plain=True, __module__=__name__)
 
-# -- the rule itself ------------------------------------------------------------------------------
-
 
 @case(lambda x: jnp.tanh(stop(x) + 2 * (x - stop(x))), X)
 class DoubledTanh(Tanh):

@@ -114,8 +114,6 @@ def no_backward(of):
     return of.function(lambda ctx, x: x * 2).apply
 
 
-# -- vmap -------------------------------------------------------------------------------------------
-
 ROWS = grid(3, 4)
 
 

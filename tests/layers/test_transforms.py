@@ -21,8 +21,6 @@ from tests.kit.transforms import (
 )
 from tests.layers import CASES
 
-REVERSE = FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE
-
 
 def each_pair(transforms, where=is_tested):
     """Run a test for each of the transforms and each layer, if `where(transform, name of the layer)` is True."""
@@ -41,7 +39,7 @@ def test_outputs(case):
     assert_same(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain))
 
 
-@each_pair(REVERSE)
+@each_pair(FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE)
 def test_as_the_reference(transform, case):
     compare(case, transform)
 
