@@ -255,9 +255,9 @@ def test_a_text_is_a_number_of_bytes():
 
 @pytest.mark.parametrize("x", [X.astype(jnp.bfloat16), jnp.array([1 + 2j, 3 - 1j])], ids=["bfloat16", "complex"])
 def test_the_error_is_that_of_the_gradients_and_is_not_rounded(x):
-    programs = {k: lambda x, k=k: jnp.sum(k * jnp.abs(x) ** 2) for k in (1.0, 1.01)}
+    programs = {k: lambda x, k=k: jnp.sum(jnp.abs(x) ** 2 + k * x.real) for k in (0.0, 0.1)}
     a, b = (np.asarray(jax.jit(jax.grad(f))(x), np.complex128) for f in programs.values())
-    np.testing.assert_allclose(compare(programs, x)["1.01"].error, np.linalg.norm(b - a) / np.linalg.norm(a), rtol=1e-4)
+    np.testing.assert_allclose(compare(programs, x)["0.1"].error, np.linalg.norm(b - a) / np.linalg.norm(a), rtol=1e-4)
 
 
 def test_errors_that_are_no_numbers():
