@@ -1,7 +1,5 @@
 """`python -m pylayer_jax check` prints a report, sets the exit status, and refuses arguments that it cannot use."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`check_layer` reports each property, says how far it was tested, and tells how to declare an intended failure."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys
@@ -70,13 +68,7 @@ def test_a_reference_is_compared():
     assert failed(CLIPPED.layer, *CLIPPED.args, reference=CLIPPED.reference, rows=["linear"])[0] == []
 
 
-# -- how far a property was tested ----------------------------------------------------------------
-
 PICKED = X[0], INDEX, jnp.array(True)
-
-
-def of_parts(z):
-    return Square.apply(z), jnp.abs(z)
 
 
 # The property, the layer, its arguments, and words of the report of that property.
@@ -87,7 +79,7 @@ SAYS = [
     ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "4 devices"),
     ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "Trees"),
     ("forward over reverse", SineBothWays, (X,), "forward over forward"),
-    ("forward over reverse", of_parts, (COMPLEX,), "matches"),
+    ("forward over reverse", lambda z: (Square.apply(z), jnp.abs(z)), (COMPLEX,), "matches"),
     ("forward over reverse", Clips, (X,), "Clips.backward"),
     ("linear", Tanh, (X,), "proved"),
     ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "args[0]"),
@@ -213,9 +205,6 @@ def test_keywords_are_arguments():
         check_layer(lambda x, *, y: WrongSign.apply(y) * x, X, kwargs={"y": X}, skip=all_but("gradients"))
 
 
-# -- the report -----------------------------------------------------------------------------------
-
-
 def test_the_report_is_a_line_per_property():
     lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "remat"))).splitlines()
     assert lines[0] == "Multiply"
@@ -309,9 +298,6 @@ def test_the_hint_about_rounding_is_one_that_helps():
     assert rows == ["gradients"]
     assert "rtol=0.03, atol=0.03" in hints
     assert failed(rounds, X, rows=["gradients"], rtol=0.03, atol=0.03)[0] == []
-
-
-# -- rows as they are done ------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):

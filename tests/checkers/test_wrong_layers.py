@@ -1,7 +1,5 @@
 """Each checker rejects each wrong layer, in the rows that must fail, and accepts the right layers."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

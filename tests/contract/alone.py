@@ -1,7 +1,5 @@
 """Prints what an import of the package changes or starts: python -m tests.contract.alone changes (or starts)."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import socket

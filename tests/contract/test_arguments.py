@@ -78,16 +78,6 @@ def test_vmap_of_a_layer_gets_keywords_by_position():
     assert jax.vmap(lambda x: made.apply(w=2.0, x=x))(X).tolist() == (2 * X).tolist()
 
 
-def test_eager_mode_sees_concrete_values():
-    seen = []
-    note = lambda x: seen.append(np.asarray(x).tolist()) or x * 2  # noqa: E731
-    looks = layer(lambda ctx, x: note(x), lambda ctx, dy: note(dy))
-    looks.apply(X)
-    assert seen == [X.tolist()]
-    jax.grad(loss(looks))(X)
-    assert seen == [X.tolist(), X.tolist(), [1, 1, 1]]
-
-
 def test_numpy_in_and_out():
     def forward(ctx, x):
         assert isinstance(x, jax.Array)
@@ -115,9 +105,6 @@ def test_the_keys_of_a_dict_need_not_be_sortable(kind, statics):
     made, unsortable = layer(forward, backward), DEFAULT({1: 2, "a": 3})
     f = lambda x: made.apply(kind({"a": x, 1: x, "static": unsortable})).sum()  # noqa: E731
     assert jax.grad(f)(X).tolist() == [3, 3, 3]
-
-
-# -- changes in place -----------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -186,12 +173,10 @@ def test_changes_that_are_not_refused():
     np.testing.assert_allclose(layer(lambda ctx, x, p: x * dict(p).pop("w")).apply(X, {"w": X}), X * X)
 
 
-# -- dicts keep the order of their keys, which JAX sorts: `a, b = d.values()` is the same in both methods --
-
-
 @pytest.mark.parametrize("kind", [dict, DEFAULT], ids=["dict", "defaultdict"])
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda *xs: jax.vmap(f)(*xs)])
 def test_dicts_keep_the_order_of_their_keys(run, kind):
+    # JAX sorts them; here `a, b = d.values()` is the same in both methods.
     seen = []
 
     def forward(ctx, x, params, **more):
@@ -222,9 +207,6 @@ def test_dicts_keep_the_order_of_their_keys(run, kind):
     assert seen[-1] == ["x a", "x a", "x a", "z c", "q b", "second first", "y k static"]
     assert list(outputs(x, a)) == ["y", "k", "static"]
     assert type(outputs(x, a)) is type(kind())
-
-
-# -- what comes out --------------------------------------------------------------------------------
 
 
 Named = namedtuple("Named", "value label")

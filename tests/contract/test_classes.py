@@ -58,9 +58,6 @@ def test_members_of_another_class(base, old, new):
     np.testing.assert_allclose(jax.grad(loss(first))(X), value)
 
 
-# -- names ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "meant"),
     [
@@ -102,9 +99,6 @@ def test_once_differentiable_beside_static_and_class_methods(outer, decorator_fi
     np.testing.assert_allclose(jax.grad(loss(layer))(X), [5, 5])
     with pytest.raises(RuntimeError, match="once_differentiable"):
         jax.grad(lambda x: jax.grad(lambda x: (layer.apply(x) ** 2).sum())(x).sum())(X)
-
-
-# -- cloudpickle ----------------------------------------------------------------------------------
 
 
 def used(layer, once):
@@ -252,9 +246,6 @@ def test_a_method_of_the_same_name_that_calls_it():
     assert Shifted.apply.__doc__ == "Shifted."
     np.testing.assert_allclose(Shifted.apply(X, 1.0), 2 * X + 1)
     np.testing.assert_allclose(Tripled.apply(X, 1.0), 3 * X + 1)
-
-
-# -- decorators of the package --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decorator", [cast_saved(), saved_tensors_hooks(abs, abs), once_differentiable])

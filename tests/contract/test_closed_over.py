@@ -36,9 +36,6 @@ def assert_right_or_refused(run, expected):
     assert found.tolist() == expected
 
 
-# -- differentiated -------------------------------------------------------------------------------
-
-
 @modes
 def test_a_differentiated_value_that_a_method_closes_over(mode):
     assert_named(lambda: MODES[mode](lambda w: loss(closing_over(w))(X))(X))
@@ -157,9 +154,6 @@ def test_a_traced_value_on_ctx_that_has_ended_is_named(hide, mode, keep, read):
 def test_a_traced_value_on_ctx_that_backward_does_not_use(mode):
     made = layer(lambda ctx, x, held: setattr(ctx, "held", held) or held.method(x), lambda ctx, dy: ctx.held and dy * 2)
     assert mode(lambda x, w: made.apply(x, Scale(w)))(X, X).tolist() == [2, 2, 2]
-
-
-# -- constants ------------------------------------------------------------------------------------
 
 
 def test_constants_that_methods_close_over():

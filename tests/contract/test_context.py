@@ -21,9 +21,6 @@ def then(call, result=lambda x: x * 1):
     return lambda ctx, x: (call(ctx, x), result(x))[1]
 
 
-# -- saving ---------------------------------------------------------------------------------------
-
-
 CONTAINERS = {
     "keys that cannot be sorted": ({"n": 0, 3: 1, None: 2}, lambda c: c.update(n=c["n"] + 1)),
     "defaultdict": (collections.defaultdict(list), lambda c: c["new"].append(1)),
@@ -77,8 +74,6 @@ def test_what_holds_no_array_arrives_as_forward_left_it():
         np.testing.assert_allclose(pullback(jnp.ones(3))[0], X)
     assert solver.runs == [1, 1]
 
-
-# -- phases and misuse ----------------------------------------------------------------------------
 
 CALLS = {
     "save_for_backward": lambda ctx, x: ctx.save_for_backward(x),
@@ -173,9 +168,6 @@ def test_saved_names_of_another_number(names, around, mode):
         mode(jax.grad(around(loss(made))))(X)
 
 
-# -- cotangents -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", ["sharded", "another device", "anywhere"])
 def test_zeros_lie_where_the_output_lies(place):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -189,9 +181,6 @@ def test_zeros_lie_where_the_output_lies(place):
     assert seen[0].sharding.is_equivalent_to(x.sharding, 1)
     assert seen[0].committed == x.committed
     assert jax.vmap(step)(x[:, None]).tolist() == jax.jit(step)(x)[:, None].tolist() == [[1]] * 8
-
-
-# -- needs_input_grad -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argnums", [(0,), (2,), (0, 2)])
@@ -212,9 +201,6 @@ def test_needs_input_grad_is_exact_but_in_a_traced_forward(argnums):
         *in_forward, in_backward = seen
         assert set(in_forward) == {(True, False, True, False)}
         assert in_backward == expected
-
-
-# -- NumPy ----------------------------------------------------------------------------------------
 
 
 @modes

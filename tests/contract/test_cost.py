@@ -15,9 +15,6 @@ from tests.kit.layers import ForwardTanh, Tanh, layer, loss
 from tests.kit.modes import MODES
 from tests.tools.benchmarks.timing import python_calls
 
-# -- programs -------------------------------------------------------------------------------------
-
-
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 
@@ -150,9 +147,6 @@ def test_nothing_is_built_per_call(monkeypatch):
     assert len(built) == 1
 
 
-# -- a function among the arguments ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", [jax.grad, lambda f: jax.jit(jax.grad(f)).trace], ids=["eager", "trace"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mode):
@@ -165,9 +159,6 @@ def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mo
 
     applies = layer(forward, base=Tanh)
     assert calls_of(lambda x: applies.apply(x, jnp.tanh)) <= 1.13 * calls_of(Tanh.apply)
-
-
-# -- the names of layers in programs, as a profiler shows them -------------------------------------
 
 
 OwnJvp = layer(base=Tanh, name="OwnJvp", jvp=lambda ctx, dx: dx / jnp.cosh(ctx.saved_tensor()[0]))

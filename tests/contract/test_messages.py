@@ -21,9 +21,6 @@ from tests.kit.threads import in_threads
 Linear = layer(forward=lambda ctx, x, w=2.0: x * w, backward=lambda ctx, dy: dy * 2, name="Linear")
 
 
-# -- methods that are missing or of another form --------------------------------------------------
-
-
 class Unbound(PyLayer):
     def forward(self, ctx, x):
         return x * 2
@@ -56,9 +53,6 @@ def test_both_styles_of_forward_at_once():
         layer(base=Function, name="Mixed", setup_context=lambda ctx, inputs, output: None)
 
 
-# -- calls
-# -- calls ----------------------------------------------------------------------------------------
-
 CALLS = {
     "'x'|'nope'": ((), {"nope": 3}),
     "'nope'": ((X,), {"nope": 3}),
@@ -76,9 +70,6 @@ def test_calls_that_do_not_fit(run, message):
     assert "Linear.apply" in str(caught.value)
 
 
-# -- forward mode without a rule ------------------------------------------------------------------
-
-
 PUSHED = {
     "jvp": lambda f: jax.jvp(f, (X,), (X,)),
     "jvp of vmap": lambda f: jax.jvp(jax.vmap(f), (X,), (X,)),
@@ -86,13 +77,11 @@ PUSHED = {
 }
 
 
+@pytest.mark.parametrize("members", [{}, {"vmap": lambda info, in_dims, x: (2 * x, in_dims[0])}], ids=["", "vmap"])
 @pytest.mark.parametrize("run", PUSHED.values(), ids=PUSHED)
-def test_forward_mode_without_a_rule(run):
-    with pytest.raises(TypeError, match=r"(?s)Linear.*forward_mode.*jvp"):
-        run(Linear.apply)
-
-
-# -- backward without return ----------------------------------------------------------------------
+def test_forward_mode_without_a_rule(run, members):
+    with pytest.raises(TypeError, match=r"(?s)Made.*forward_mode.*jvp"):
+        run(layer(**members).apply)
 
 
 def forgetful(wrap=lambda f: f):
@@ -152,9 +141,6 @@ def test_backward_without_return_where_two_gradients_are_needed():
         jax.grad(lambda w: made.apply(X, w).sum())(X)
 
 
-# -- outputs that carry no gradient ----------------------------------------------------------------
-
-
 def rounds(give=lambda ctx, x: jnp.round(x).astype(jnp.int32), **members):
     return layer(give, lambda ctx, *dys: pytest.fail("backward was called"), name="Rounds", **members)
 
@@ -199,9 +185,6 @@ def test_integer_outputs_are_silent_where_no_gradient_is_asked_for(run):
     bare = type("Bare", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x > 0)})
     for silent in (rounds(marked), bare):
         assert run(total_of(silent))(X).tolist() == [0, 0, 0]
-
-
-# -- parameters too few or too many ---------------------------------------------------------------
 
 
 @gradients
@@ -257,9 +240,6 @@ def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, kind, shown):
     assert re.search(f"wrap it: return {shown}", text_of(caught.value))
     right = layer(base=made, backward=lambda ctx, dy: (kind(dy, 2 * dy),))
     assert run(lambda x: right.apply(kind(x, x)).sum())(X).tolist() == [3, 3, 3]
-
-
-# -- calls of the class ---------------------------------------------------------------------------
 
 
 Split = layer(lambda x, w=2.0: x * w, base=Function, name="Split", setup_context=lambda ctx, inputs, output: None)

@@ -35,17 +35,13 @@ def layer_rows(report):
     return [r for r in report.rows if r.layer]
 
 
-def listed(report):
-    return [(r.layer or r.kind, r.name, r.shape, r.times, r.bytes, r.note) for r in report.rows]
-
-
 def test_layers_operations_and_inputs_have_rows():
     def loss(tree, x):
         y = Tanh.apply(x @ tree["w"])
         return Mixed.apply(y, jnp.exp(y), jax.random.key(0)).sum()
 
     report = saved_tensors_report(loss, {"w": W}, X)
-    assert sorted(listed(report)) == [
+    assert sorted((r.layer or r.kind, r.name, r.shape, r.times, r.bytes, r.note) for r in report.rows) == [
         ("Mixed", "ctx.key", (), 1, 8, ""),
         ("Mixed", "ctx.scale", (8, 4), 1, SIZE, ""),
         ("Mixed", "saved[1]['b']", (8, 4), 1, SIZE, ""),
@@ -121,19 +117,8 @@ def test_what_a_branch_or_an_iteration_packs_has_its_own_name():
         (row,) = [r for r in report.rows if r.name == "tanh" and r.packed_bytes]
         assert (row.shape, row.times, row.bytes) == (shape, times, 2 * row.packed_bytes)
         assert row.bytes == times * jnp.zeros(shape).nbytes
-
-
-def test_sizes_before_and_after_packing():
-    def report_in(block):
-        with block:
-            return saved_tensors_report(lambda x: jax.vmap(Tanh.apply)(Tanh.apply(-x)).sum(), X)
-
-    report = report_in(cast_saved(jnp.bfloat16))
-    (row,) = report.rows
-    assert (row.times, row.dtype, row.bytes, row.packed_bytes) == (2, "float32", 2 * SIZE, SIZE)
-    assert (report.total_bytes, report.total_unpacked_bytes) == (SIZE, 2 * SIZE)
-    assert "packed" in str(report)
-    assert "host" in report_in(save_on_cpu()).rows[0].note
+        assert report.total_bytes < report.total_unpacked_bytes
+        assert "packed" in str(report)
 
 
 def test_types_alone_and_keywords_and_statics():
@@ -180,18 +165,11 @@ def test_the_bars_of_a_plot_are_the_rows():
     assert report.plot(ax) is ax
 
 
-# -- the total is what `jax.vjp` holds, wherever layers, hooks and transformations stand -----------
-
-
 TALL, WIDE = jnp.ones((128, 64)), jnp.ones((64, 64))
 
 
 def step(x, w):
     return Multiply.apply(Tanh.apply(jnp.sin(x @ w)), ForwardTanh.apply(x) * 2.0)
-
-
-def scanned_over_rows(x, w):
-    return jax.lax.scan(lambda c, row: (Multiply.apply(c, row + c @ w), c), x[0], x)[0]
 
 
 def in_shard_map(x, w):
@@ -205,7 +183,7 @@ FUNCTIONS = {
     "steps": lambda x, w: step(step(step(x, w), w), w),
     "vmap": lambda x, w: jax.vmap(step, (0, None))(x, w),
     "scan": lambda x, w: jax.lax.scan(lambda x, _: (step(x, w), None), x, length=5)[0],
-    "scan over rows": scanned_over_rows,
+    "scan over rows": lambda x, w: jax.lax.scan(lambda c, row: (Multiply.apply(c, row + c @ w), c), x[0], x)[0],
     "cond": lambda x, w: jax.lax.cond(x.sum() > 0, step, lambda x, w: jnp.sin(x), x, w),
     "checkpoint": lambda x, w: jnp.sin(jax.checkpoint(step)(x * 2, w)),
     "policy": lambda x, w: jax.checkpoint(step, policy=jax.checkpoint_policies.dots_saveable)(x * 2, w),

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.kit.case import Case
 from tests.kit.layers import Tanh, layer, text_of
-from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import assert_same
+from tests.kit.modes import EAGER_AND_JIT, STAGED
+from tests.kit.transforms import TRANSFORMS, assert_same, compare
 
 X = jnp.array([0.3, -0.2, 1.2, 0.5])
 MANY = jnp.stack([X, X[::-1] * 0.5, X * X])
@@ -25,10 +26,6 @@ def no_calls():
     calls.clear()
 
 
-def on_host(function, x):
-    return jax.pure_callback(lambda v: function(np.asarray(v)), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
 class HostSine(PyLayer):
     """Host code, which JAX cannot batch. It returns a marked output and a static too, and saves intermediates."""
 
@@ -37,7 +34,7 @@ class HostSine(PyLayer):
     @staticmethod
     def forward(ctx, x, n):
         square, sign = x * x, jnp.sign(x)
-        y = on_host(np.sin, square)
+        y = jax.pure_callback(np.sin, jax.typeof(square), square)
         ctx.save_for_backward(square, x, y * 2)
         ctx.mark_non_differentiable(sign)
         return {"y": y, "sign": sign, "n": n}
@@ -63,52 +60,20 @@ def sine_and_sign(x):
     return outputs["y"] + outputs["sign"]
 
 
-def loss(layer):
-    return lambda x: jnp.sum(jnp.sin(layer(x)) * WEIGHTS)
+def in_plain_jax(x):
+    return jnp.sin(x * x) + jnp.sign(x)
 
 
-def mapped(f):
-    return lambda xs: jnp.sum(jax.vmap(f)(xs) ** 2)
+# Transforms with a vmap, around a layer as it is and in staged code; and others around a layer in a vmap.
+VMAPS = [(name, within) for name in TRANSFORMS if "vmap" in name for within in ("", *STAGED)]
+VMAPS += [(name, "vmap") for name in ("grad", "jit_of_grad", "grad_of_vmap", "grad_of_grad", "hessian")]
 
 
-def along(f):
-    return lambda x: jnp.sum(jax.grad(f)(x) * jnp.cos(x))
-
-
-def scanned(f):
-    return lambda x: jax.lax.scan(lambda c, _: (c + f(c), f(c)), x, None, length=2)[1].sum()
-
-
-TWICE = jnp.stack([MANY, MANY * 2])
-# From a function of X to numbers.
-TRANSFORMS = {
-    "vmap of grad of grad": lambda f: jax.vmap(jax.grad(along(f)))(MANY),
-    "grad of grad of vmap": lambda f: jax.grad(along(mapped(f)))(MANY),
-    "grad of vmap of grad": lambda f: jax.grad(mapped(jax.grad(f)))(MANY),
-    "grad of vmap of vmap": lambda f: jax.grad(mapped(mapped(f)))(TWICE),
-    "grad of vmap of jit": lambda f: jax.grad(mapped(jax.jit(f)))(MANY),
-    "vmap of jit of grad": lambda f: jax.vmap(jax.jit(jax.grad(f)))(MANY),
-    "vmap of scan": lambda f: jax.vmap(scanned(f))(MANY),
-    "grad of vmap of scan": lambda f: jax.grad(mapped(scanned(f)))(MANY),
-    "vmap of remat": lambda f: jax.vmap(jax.grad(jax.checkpoint(f)))(MANY),
-}
-FORWARD = {
-    "jvp of vmap": lambda f: jax.jvp(jax.vmap(f), (MANY,), (MANY,)),
-    "vmap of jvp": lambda f: jax.vmap(lambda x: jax.jvp(f, (x,), (x,)))(MANY),
-    "vmap of hessian": lambda f: jax.vmap(jax.hessian(f))(MANY),
-}
-
-
-@functools.cache
-def without_layer(transform):
-    return jax.jit(lambda: (TRANSFORMS | FORWARD)[transform](loss(lambda x: jnp.sin(x * x) + jnp.sign(x))))()
-
-
-@EAGER_AND_JIT
-@pytest.mark.parametrize("transform", TRANSFORMS | FORWARD)
-def test_vmap_calls_the_layers_own(transform, mode):
-    ours = functools.partial((TRANSFORMS | FORWARD)[transform], loss(sine_and_sign))
-    assert_same(mode(ours)(), without_layer(transform))
+@pytest.mark.parametrize(("transform", "within"), VMAPS)
+def test_vmap_calls_the_layers_own(transform, within):
+    # A function of its own, which nothing has staged.
+    layer = (STAGED | {"": lambda f: f, "vmap": jax.vmap})[within](lambda x: sine_and_sign(x))
+    compare(Case("HostSine", layer, in_plain_jax, (MANY,)), transform)
     assert "HostSine" in calls
 
 
@@ -140,10 +105,6 @@ class Shares(PyLayer):
         return (front(x, x_dim, info.batch_size) * a * n * scale, total[0]), (0, total[1])
 
 
-def arrays(axes):
-    return [MANY.T if axis == 1 else MANY if axis == 0 else X for axis in axes]
-
-
 @EAGER_AND_JIT
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])
 def test_what_vmap_gets(mode, axes):
@@ -157,7 +118,7 @@ def test_what_vmap_gets(mode, axes):
         return jax.grad(lambda *a: jnp.sum(jnp.sin(jax.vmap(f, (*axes, None))(*a))), (0, 1, 2))
 
     Shares.seen.clear()
-    x, a = arrays(axes)
+    x, a = ({0: MANY, 1: MANY.T, None: X}[axis] for axis in axes)
     assert_same(mode(gradients(ours))(x, a, 0.5), jax.jit(gradients(plain))(x, a, 0.5))
     dims = axes[0], {"a": axes[1], "s": None}, None, None
     assert Shares.seen[0] == (3, dims, x.shape, a.shape, 2)
@@ -212,12 +173,6 @@ def test_what_vmap_must_return(vmap, around):
 def test_an_empty_batch_goes_to_vmap():
     made = layer(lambda ctx, x: x * 2, vmap=lambda info, dims, x: (x * 2, 0))
     assert jax.vmap(made.apply)(MANY[:0]).shape == (0, 4)
-
-
-def test_forward_mode_of_a_layer_with_vmap_alone_is_an_error():
-    made = layer(vmap=lambda info, in_dims, x: (2 * x, in_dims[0]))
-    with pytest.raises(TypeError, match=r"Made.*forward_mode"):
-        jax.jvp(made.apply, (X,), (X,))
 
 
 # -- the name of a mapped axis ---------------------------------------------------------------------

@@ -25,15 +25,11 @@ def _loss(x):
     return jnp.sum(CheckedLog.apply(x) ** 2)
 
 
-def _scanned(x):
-    return jax.lax.scan(lambda total, x: (total + CheckedLog.apply(x) ** 2, None), 0.0, x)[0]
-
-
 PROGRAMS = {
     "value": CheckedLog.apply,
     "jit": jax.jit(CheckedLog.apply),
     "vmap": jax.vmap(CheckedLog.apply),
-    "scan": _scanned,
+    "scan": lambda x: jax.lax.scan(lambda total, x: (total + CheckedLog.apply(x) ** 2, None), 0.0, x)[0],
     "grad": jax.grad(_loss),
     "grad of jit": jax.grad(jax.jit(_loss)),
     "grad of checkpoint": jax.grad(jax.checkpoint(_loss)),

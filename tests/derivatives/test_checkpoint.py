@@ -54,11 +54,7 @@ NamedProduct = layer(
 NamedSteep = layer(base=Steep, name="NamedSteep", saved_names=True)
 
 
-def _batch(info, in_dims, x):
-    return jnp.tanh(x), in_dims[0]
-
-
-OwnVmap = layer(base=Steep, name="OwnVmap", vmap=_batch)
+OwnVmap = layer(base=Steep, vmap=lambda info, in_dims, x: (jnp.tanh(x), in_dims[0]))
 
 X = jnp.linspace(-0.9, 1.1, 9, dtype=jnp.float32).reshape(3, 3)
 W = X[::-1] * 0.7
@@ -138,8 +134,9 @@ def test_a_scan_saves_products_too():
 
 
 @pytest.mark.parametrize("returns", ["the saved tensor", "a tensor behind it", "both"])
-@pytest.mark.parametrize(("policy", "rounds"), [(POLICIES.save_only_these_names("y"), 1), (None, 2)])
-def test_a_residual_saved_by_its_name_spares_the_operations_before_it(policy, rounds, returns):
+@pytest.mark.parametrize("members", [{"saved_names": ("y",)}, {"saved_names": True, "forward_mode": True}])
+@pytest.mark.parametrize(("names", "rounds"), [(("y", "Made.saved[0]"), 1), (("another name",), 2)])
+def test_a_residual_saved_by_its_name_spares_the_operations_before_it(names, rounds, members, returns):
     def forward(ctx, x):
         y = jnp.round(3 * x)
         ctx.save_for_backward(y)
@@ -149,12 +146,14 @@ def test_a_residual_saved_by_its_name_spares_the_operations_before_it(policy, ro
         (y,) = ctx.saved_tensor()
         return sum(dys) * jnp.cos(y)
 
-    made = layer(forward, backward, saved_names=("y",))
+    made = layer(forward, backward, **members)
 
     def f(x):  # the derivative of `exp` needs the outputs
         return sum(jnp.exp(leaf).sum() for leaf in jax.tree.leaves(made.apply(x)))
 
-    assert _count(jax.grad(jax.checkpoint(f, policy=policy)), X)["round"] == rounds
+    for function in (f, lambda x: jax.vmap(f)(x).sum()):
+        kept = jax.checkpoint(function, policy=POLICIES.save_only_these_names(*names))
+        assert _count(jax.grad(kept), X)["round"] == rounds
 
 
 def test_what_a_policy_keeps_is_packed_by_a_block_around():
@@ -164,9 +163,6 @@ def test_what_a_policy_keeps_is_packed_by_a_block_around():
     kinds = [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size == x.size and leaf is not x]
     assert len(kinds) >= 3  # the products; the argument of `kept` is computed again
     assert set(kinds) == {np.dtype(np.uint8)}
-
-
-# -- dead code -------------------------------------------------------------------------------------------------
 
 
 def _sin_and_cos(ctx, x, y):
@@ -200,9 +196,6 @@ def test_outputs_that_nothing_uses_are_not_computed(kind, used, present, absent)
 
     expected = sum(jax.grad(lambda x, i=i: made.apply(x, -1.3)[i])(0.1) for i in used)
     np.testing.assert_allclose(jax.grad(scanned)(0.1), 1 + 2 * expected, rtol=1e-6)
-
-
-# -- what a layer is where nothing is differentiated --------------------------------------------------------------
 
 
 def test_the_operations_of_forward_stand_in_the_jaxpr_of_a_layer():

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kit.layers import Multiply, Square, Tanh, layer
+from tests.kit.layers import Multiply, Square, layer
 from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import COVERED, FORWARD_OVER_REVERSE, SECOND_ORDER, SLOW, assert_same, scalar
 
 EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "100"))
 MASK = jnp.array([True, False, True])
@@ -154,8 +153,6 @@ def test_a_linear_backward_is_transposed(backward):
     np.testing.assert_allclose(tangent, expected, rtol=1e-5, atol=1e-6)
 
 
-# -- generated backwards ---------------------------------------------------------------------------
-
 ONE = hypothesis.strategies.sampled_from(
     [
         lambda dy: dy.astype(jnp.bfloat16).astype(jnp.float32),
@@ -200,44 +197,6 @@ def test_generated_backwards_are_right_or_refused(steps):
     # A map that is not refused is linear.
     twice = 2 * backward(T)
     np.testing.assert_allclose(backward(2 * T), twice, atol=0.03 * max(1, np.abs(twice).max()))
-
-
-# -- layers within backward -----------------------------------------------------------------------
-
-
-def with_layers(ctx, dy):
-    (y,) = ctx.saved_tensor()
-    return dy - Multiply.apply(dy, Multiply.apply(y, y))
-
-
-# Their backwards apply layers, to a cotangent and to a saved tensor.
-TanhOfLayers = layer(base=Tanh, backward=with_layers)
-SineOfLayers = layer(jnp.sin, lambda x, dy: Multiply.apply(dy, jnp.cos(x)), plain=True)
-
-
-def of_layers(x, w):
-    return Multiply.apply(Multiply.apply(x, TanhOfLayers.apply(x)), SineOfLayers.apply(w))
-
-
-def of_operations(x, w):
-    return x * jnp.tanh(x) * jnp.sin(w)
-
-
-# Each from a scalar function and its arguments to numbers.
-SECOND = {name: run for name, run in (SECOND_ORDER | FORWARD_OVER_REVERSE).items() if name not in SLOW | COVERED}
-
-
-@pytest.mark.parametrize("name", SECOND)
-def test_a_backward_that_applies_layers_needs_no_flag(name):
-    expected = jax.jit(lambda *args: SECOND[name](scalar(of_operations, linear=False), args))(X, T)
-    assert_same(SECOND[name](scalar(of_layers, linear=False), (X, T)), expected)
-
-
-@pytest.mark.parametrize("mode", [jax.hessian, lambda f: jax.jit(jax.hessian(f)), lambda f: jax.hessian(jax.jit(f))])
-def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
-    outer = ruled(layer(lambda ctx, x: x * x, name="Inner").apply)
-    with pytest.raises(TypeError, match=r"Made\.backward|Inner"):
-        mode(lambda x: (outer.apply(x) ** 2).sum())(X)
 
 
 def test_a_backward_with_a_layer_that_saves_an_intermediate():

@@ -1,7 +1,5 @@
 """A staged function with layers has right derivatives each time that JAX differentiates it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 
@@ -177,9 +175,6 @@ def test_staged_code_with_a_block_is_differentiated_for_a_value_that_it_closes_o
     blocked = functools.partial(in_block, saved_tensors_hooks(lambda x: x * 2, lambda x: x / 2))
     for got, want in zip(slopes(blocked), slopes(lambda f: f), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-# -- functions of JAX with layers in them ----------------------------------------------------------
 
 
 FOUR = jnp.array([0.3, -0.7, 1.1, 0.5])

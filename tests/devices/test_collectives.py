@@ -5,8 +5,6 @@ means for the stack of what all ranks hold. P and a number name a Paddle PyLayer
 list that the layers are taken from.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -17,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from pylayer_jax import Function
 from tests.kit.case import grid
 from tests.kit.layers import layer
-from tests.kit.transforms import along, assert_same, gradient
+from tests.kit.transforms import assert_same
 
 pytestmark = pytest.mark.frameworks
 
@@ -47,9 +45,6 @@ class Group:
 
 
 WORLD = Group()
-
-
-# -- the layers -----------------------------------------------------------------------------------------
 
 
 def region(there, back):
@@ -103,7 +98,6 @@ CASES = {
     "P6, T7": (region(Group.reduce_scatter, Group.all_gather), lambda xs: chunk(total(xs)), joined),
     "T10": (lambda x: AllToAll.apply(WORLD, x, None, [1] * RANKS), exchanged, exchanged),
 }
-EVERY = pytest.mark.parametrize("name", CASES)
 
 
 def reference(name):
@@ -118,60 +112,36 @@ def reference(name):
     return run
 
 
-def shard(f, check_vma):
+def on_ranks(f, check_vma):
     mesh = jax.make_mesh((RANKS,), (AXIS,), axis_types=(AxisType.Auto,))
-    return jax.shard_map(f, mesh=mesh, in_specs=OWN, out_specs=OWN, check_vma=check_vma)
+    return jax.shard_map(lambda x: f(x[0])[None], mesh=mesh, in_specs=OWN, out_specs=OWN, check_vma=check_vma)
 
 
-def stacked(layer, check_vma):
-    return shard(lambda *xs: layer(*(x[0] for x in xs))[None], check_vma)
+def slope(f):
+    """Return the gradient of a loss whose cotangents depend on the outputs, and so on the rank."""
+    return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))
 
 
-def weights(y):
-    return 1 + 0.5 * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+def derivatives(f):
+    """Return f, its first and second derivatives, and forward over reverse."""
+    return [f, slope(f), slope(slope(f)), lambda x: jax.jvp(slope(f), (x,), (jnp.sin(x),))[1]]
 
 
-def loss(f):
-    """Return a nonlinear loss that differs on each rank, so that cotangents depend on the outputs and on the rank."""
-
-    def of(xs):
-        y = f(xs)
-        return jnp.sum(weights(y) * jnp.sin(y))
-
-    return of
-
-
-def numbers(f):
-    """Return the outputs of f, and derivatives of its loss: first and second ones, and forward over reverse."""
-    slope = gradient(loss(f), [X])
-    forward = lambda xs: jax.jvp(slope, (xs,), (jnp.sin(xs),))[1]  # noqa: E731
-    return lambda xs: (f(xs), slope(xs), gradient(along(loss(f), [xs]), [xs])(xs), forward(xs))
+def numbers(functions):
+    return jax.jit(lambda x: [f(x) for f in functions])(X)
 
 
 @functools.cache
 def expected(name):
-    return jax.jit(numbers(reference(name)))(X)
+    return numbers(derivatives(reference(name)))
 
 
-@EVERY
+@pytest.mark.parametrize("name", CASES)
 @VMA
-def test_jit(name, check_vma):
-    assert_same(jax.jit(numbers(stacked(CASES[name][0], check_vma)))(X), expected(name))
-
-
-@EVERY
-@VMA
-def test_differentiated_on_each_rank(name, check_vma):
-    outputs, slopes, second, _ = expected(name)
-
-    def of_rank(x, weight, along):
-        f = lambda x: jnp.sum(weight * jnp.sin(CASES[name][0](x)))  # noqa: E731
-        slope = lambda x: jnp.sum(jax.grad(f)(x) * along)  # noqa: E731
-        return jax.grad(f)(x), jax.grad(slope)(x)
-
-    mapped = shard(lambda *a: jax.tree.map(lambda v: v[None], of_rank(*(v[0] for v in a))), check_vma)
-    direction = jnp.cos(jnp.arange(X.size, dtype=jnp.float32)).reshape(X.shape)
-    assert_same(jax.jit(mapped)(X, weights(outputs), direction), (slopes[0], second[0]))
+def test_derivatives_around_all_ranks_and_on_each_rank(name, check_vma):
+    f = CASES[name][0]
+    assert_same(numbers(derivatives(on_ranks(f, check_vma))), expected(name))
+    assert_same(numbers([on_ranks(g, check_vma) for g in derivatives(f)]), expected(name))
 
 
 def repeated(functions):
@@ -181,7 +151,7 @@ def repeated(functions):
 
 @pytest.mark.parametrize("names", [("P2, T2",), ("T10",), ("P5", "P6, T7")], ids="-".join)
 def test_in_a_scan_of_a_checkpoint(names):
-    plain = jax.jit(numbers(repeated([reference(name) for name in names])))(X)
+    plain = numbers(derivatives(repeated([reference(name) for name in names])))
     for check_vma in (True, False):
-        ours = stacked(repeated([CASES[name][0] for name in names]), check_vma)
-        assert_same(jax.jit(numbers(ours))(X), plain)
+        ours = on_ranks(repeated([CASES[name][0] for name in names]), check_vma)
+        assert_same(numbers(derivatives(ours)), plain)

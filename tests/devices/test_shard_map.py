@@ -1,7 +1,5 @@
 """Layers and blocks of hooks under `jax.shard_map`, and within meshes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Each device keeps its shard of what hooks pack. Only what XLA gathers in forward is communicated again."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
@@ -16,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pylayer_jax.packers import cast_saved, quantize_saved, recompute_saved
-from tests.hooks.spy import noting
+from tests.hooks.spy import norm, noting
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.modes import EAGER_AND_JIT
 
@@ -41,25 +39,17 @@ def collectives(compiled):
     return Counter(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
 
 
-def normalized(x):
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
-
-
 def network(mesh):
     """Return the loss of a tensor-parallel residual block, its weights and its input."""
     whole = NamedSharding(mesh, P("data")) if AxisType.Explicit in mesh.axis_types else None
 
     def total(weights, x):
         up, down = weights
-        hidden = Tanh.apply(normalized(x) @ up)
+        hidden = Tanh.apply(norm(x) @ up)
         return jnp.mean((x + jnp.matmul(jax.nn.gelu(hidden), down, out_sharding=whole)) ** 2)
 
     weights = random(mesh, (256, 1024), None, "model"), random(mesh, (1024, 256), "model", seed=1)
     return total, weights, random(mesh, (32, 256), "data")
-
-
-# -- packers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Compare the outputs that a notebook stores with those of a run: the same words, and almost the same numbers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

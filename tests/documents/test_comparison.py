@@ -1,7 +1,5 @@
 """notebooks/comparison.md: every cell of its table is what running the code gives."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable
@@ -86,14 +84,6 @@ def missing_cotangent(way: Way) -> str:
     return "None" if cotangent is None else "zeros"
 
 
-def of_a_dict(way: Way) -> str:
-    return or_error(lambda: yes(jax.grad(lambda w: way.doubled({"w": w, "name": "a text"}))(X) == 2))
-
-
-def logs(way: Way) -> str:
-    return "no" if way.logs is None else or_error(lambda: yes(way.logs(X) == 1))
-
-
 POLICIES = jax.checkpoint_policies
 
 
@@ -154,10 +144,14 @@ ROWS: dict[str, Callable[[Way], str]] = {
     "a rule that is not linear, such as clipping": lambda way: or_with(
         way.clipped, None, lambda f: jax.grad(lambda x: 5 * f(x))(X), 1
     ),
-    "a dict with an array and a string as the argument": of_a_dict,
+    "a dict with an array and a string as the argument": lambda way: or_error(
+        lambda: yes(jax.grad(lambda w: way.doubled({"w": w, "name": "a text"}))(X) == 2)
+    ),
     "runs of `forward` in one eager `jax.grad`, if `forward` saves an intermediate": runs,
     "cotangent of an output that the loss does not use": missing_cotangent,
-    "getting values out of the backward pass": logs,
+    "getting values out of the backward pass": lambda way: (
+        "no" if way.logs is None else or_error(lambda: yes(way.logs(X) == 1))
+    ),
     "a `jax.checkpoint` policy that saves matrix products saves those inside the function too": saves_products(
         POLICIES.dots_saveable
     ),
@@ -198,9 +192,6 @@ def test_a_cell_is_what_running_the_code_gives(row, column):
         pytest.skip("needs jax 0.12")
     found = ROWS[row](COLUMNS[column]())
     assert says(cell, found), found
-
-
-# -- torch and Paddle --------------------------------------------------------------------------------------------
 
 
 def of_framework(of: Paddle | Torch, doubled: Callable[[Any], Any]) -> tuple[dict[str, str], Any]:
@@ -257,10 +248,6 @@ def of_framework(of: Paddle | Torch, doubled: Callable[[Any], Any]) -> tuple[dic
     }, steep_tanh
 
 
-def in_paddle(paddle: Any) -> dict[str, str]:
-    return of_framework(Paddle(paddle), lambda dy: 2 * dy)[0]
-
-
 def in_torch(torch: Any) -> dict[str, str]:
     of = Torch(torch)
     found, steep_tanh = of_framework(of, lambda dy: {"w": 2 * dy, "name": None})
@@ -293,7 +280,10 @@ def in_torch(torch: Any) -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore")  # by the imports of torch and Paddle
 @pytest.mark.parametrize("name", ["torch", "Paddle"])
 def test_a_cell_of_a_framework(name, framework, request):
-    found = in_torch(framework("torch")) if name == "torch" else in_paddle(request.getfixturevalue("paddle"))
+    if name == "torch":
+        found = in_torch(framework("torch"))
+    else:
+        found, _ = of_framework(Paddle(request.getfixturevalue("paddle")), lambda dy: 2 * dy)
     for row, outcome in found.items():
         assert says(BESIDE[row, name], outcome), (row, outcome)
     for row in set(ROWS) - set(found):

@@ -4,8 +4,6 @@ notebooks/comparison.md compares the ways in a table. `COLUMNS` has one function
 tests/documents/test_comparison.py computes every cell from it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,10 +52,6 @@ def named_product(matrices: Any) -> Any:
     return checkpoint_name(matrices[0] @ matrices[1], "product")
 
 
-def _product_gradient(matrices: Any, dy: Any) -> Any:
-    return jnp.stack([dy @ matrices[1].T, matrices[0].T @ dy])
-
-
 def checked_log(x: Any) -> Any:
     checkify.check(jnp.all(x > 0), "not positive")
     return jnp.log(x)
@@ -67,7 +61,7 @@ def sin_and_exp(x: Any) -> Any:
     return jnp.sin(x), jnp.exp(x)
 
 
-PRODUCT = Rule(lambda x: (named_product(x), None), lambda x, *_: x, _product_gradient)
+PRODUCT = Rule(lambda x: (named_product(x), None), lambda x, *_: x, lambda x, dy: jnp.stack([dy @ x[1].T, x[0].T @ dy]))
 CHECKED_LOG = Rule(lambda x: (checked_log(x), None), lambda x, *_: x, lambda x, dy: dy / x)
 LOG = Rule(lambda x: (jnp.log(x), None), lambda x, *_: x, lambda x, dy: dy / x)
 SIN_AND_EXP = Rule(

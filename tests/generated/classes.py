@@ -12,8 +12,6 @@ The layer of the example in `cases.py` becomes the class
             return 1.3 * ctx.saved_tensors[0] * d
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

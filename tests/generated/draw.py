@@ -7,8 +7,6 @@ Each choice takes the next numbers of one generator. So a change of their order,
 all cases.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterable

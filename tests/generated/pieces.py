@@ -1,7 +1,5 @@
 """Pieces of random programs: operations, code that reads arrays from outside, and code that contains functions."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

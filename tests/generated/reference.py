@@ -25,8 +25,6 @@ How a derivative of the rule treats a saved object:
 In forward mode, the tangent of the outputs is the Jacobian of reverse mode times the tangent of the inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

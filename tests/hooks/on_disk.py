@@ -1,7 +1,5 @@
 """A process that saves to a directory, and ends: python -m tests.hooks.on_disk DIRECTORY."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

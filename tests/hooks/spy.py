@@ -1,7 +1,5 @@
 """A pair of hooks that counts its calls, and what the tests of this folder do with a pair."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """What saved_tensors_hooks refuse, and what the errors say."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -90,25 +88,15 @@ async def coroutine():
     pass
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: saved_tensors_hooks(1, abs), "pack_hook"),
-        (lambda: saved_tensors_hooks(abs, None), "unpack_hook"),
-        (lambda: bits()(3), "3"),
-        (lambda: bits()(generator), "generator"),
-        (lambda: bits()(coroutine), "coroutine"),
-    ],
-)
-def test_what_is_no_hook_or_cannot_be_decorated(make, message):
-    with pytest.raises(TypeError, match=message):
-        make()
+@pytest.mark.parametrize("function", [3, generator, coroutine])
+def test_what_cannot_be_decorated(function):
+    with pytest.raises(TypeError, match=getattr(function, "__name__", "3")):
+        bits()(function)
 
 
-@pytest.mark.parametrize("hook", [lambda x, y: x, lambda: 1, lambda x, *, level: x, jax.jit(lambda x, y: x)])
+@pytest.mark.parametrize("hook", [lambda x, y: x, lambda: 1, lambda x, *, level: x, jax.jit(lambda x, y: x), 1, None])
 def test_hooks_take_one_argument(hook):
-    same = lambda x: x  # noqa: E731
-    for pair, name in (((hook, same), "pack_hook"), ((same, hook), "unpack_hook")):
+    for pair, name in (((hook, abs), "pack_hook"), ((abs, hook), "unpack_hook")):
         with pytest.raises(TypeError, match=name):
             saved_tensors_hooks(*pair)
 

@@ -1,7 +1,5 @@
 """Hooks with host=True: NumPy at run time, wherever the program runs, and how long what they keep lives."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -228,9 +226,6 @@ def test_what_a_collected_program_held_is_dropped():
     del step
     jax.clear_caches()
     assert len(host) == 0
-
-
-# -- errors ---------------------------------------------------------------------------------------
 
 
 def test_checkpoint_inside_is_refused_and_around_works():

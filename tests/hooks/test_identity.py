@@ -1,7 +1,5 @@
 """Which pairs of hooks are equal, whose hooks run, what JAX's caches keep of a pair, its copies and its `repr`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -58,6 +56,10 @@ class Multiplies:
         return packed[0] * self.scale
 
 
+class Unhashable(Multiplies):
+    __hash__ = None
+
+
 def as_tuple(x):
     return (x,)
 
@@ -71,6 +73,7 @@ ALIKE = {
     "lambda": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * scale),
     "callable": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale)),
     "method": lambda scale: saved_tensors_hooks(as_tuple, Multiplies(scale).__call__),
+    "without a hash": lambda scale: saved_tensors_hooks(as_tuple, Unhashable(scale)),
     "chain": lambda scale: chain(OfClosures(scale), cast_saved(jnp.float32)),
     "host": lambda scale: saved_tensors_hooks(as_tuple, lambda packed: packed[0] * np.float32(scale), host=True),
 }
@@ -109,13 +112,12 @@ def test_each_pair_runs_its_own_hooks(make):
 
 def test_each_thread_runs_its_own_hooks():
     step = jax.jit(jax.grad(lambda x: jax.jit(tanh_sum)(x) + jax.lax.map(tanh_sum, x[None])[0]))
+    # No hooks in two threads, and three pairs that two threads share each.
+    pairs = [contextlib.nullcontext(), *map(OfClosures, (2.0, 3.0, 4.0))]
 
     def work(i):
-        if i == 0:  # without hooks
-            np.testing.assert_allclose(step(X), 2 * slope(1.0), rtol=1e-4)
-            return
-        with OfClosures(float(i)):
-            np.testing.assert_allclose(step(X), 2 * slope(float(i)), rtol=1e-4)
+        with pairs[i % 4]:
+            np.testing.assert_allclose(step(X), 2 * slope(1.0 + i % 4), rtol=1e-4)
 
     assert in_threads(8, work) == []
 
@@ -130,9 +132,6 @@ def test_a_pair_may_enter_a_set_before_its_hooks_are_set():
 
     pairs = [Entered(), Entered()]
     assert set(entered) == set(pairs)
-
-
-# -- equal pairs -----------------------------------------------------------------------------------------
 
 
 class Named(saved_tensors_hooks):
@@ -250,14 +249,11 @@ def predicate_of_a_step(make):
 PAIRS = {
     "hooks": hooks_of_a_step,
     "host": lambda: hooks_of_a_step(host=True),
+    "limit": lambda: predicate_of_a_step(lambda only: recompute_saved(limit="4 KiB", only=only)),
     "only": lambda: predicate_of_a_step(lambda only: cast_saved(only=only)),
     "chain": lambda: predicate_of_a_step(lambda only: chain(quantize_saved(), save_on_cpu(), only=only)),
     "by name": lambda: predicate_of_a_step(lambda only: by_name({...: cast_saved(only=only)})),
 }
-
-
-def inside(pair, f, run=jax.grad):
-    run(pair(f))(*ARGS)
 
 
 def around(pair, f):
@@ -265,24 +261,16 @@ def around(pair, f):
         jax.grad(f)(*ARGS)
 
 
-def a_dropped_jitted_function(pair, f):
-    jax.jit(jax.grad(pair(lambda *args: f(*args))))(*ARGS)
-
-
-def under_vmap(pair, f):
-    jax.vmap(jax.grad(pair(f)), (None, 0))(ARGS[0], jnp.stack([W, W]))
-
-
-def under_checkpoint(pair, f):
-    jax.grad(pair(jax.checkpoint(lambda *args: f(*args))))(*ARGS)
-
-
-def report(pair, f):
-    saved_tensors_report(pair(f), *ARGS)
-
-
-STEPS = {"inside": inside, "around": around, "vmap": under_vmap}
-ALL_STEPS = STEPS | {"jit": a_dropped_jitted_function, "checkpoint": under_checkpoint, "report": report}
+STEPS = {
+    "inside": lambda pair, f: jax.grad(pair(f))(*ARGS),
+    "around": around,
+    "vmap": lambda pair, f: jax.vmap(jax.grad(pair(f)), (None, 0))(ARGS[0], jnp.stack([W, W])),
+}
+ALL_STEPS = STEPS | {
+    "jit of a function that is dropped": lambda pair, f: jax.jit(jax.grad(pair(lambda *args: f(*args))))(*ARGS),
+    "checkpoint": lambda pair, f: jax.grad(pair(jax.checkpoint(lambda *args: f(*args))))(*ARGS),
+    "report": lambda pair, f: saved_tensors_report(pair(f), *ARGS),
+}
 FUNCTIONS = {"plain": plain, "layers": layers, "jitted": jitted}
 
 
@@ -293,13 +281,14 @@ def met(steps):
 
 
 @met(ALL_STEPS)
-def test_nothing_of_a_pair_stays_alive(step, pair, function):
+def test_nothing_of_a_pair_or_of_what_it_decorates_stays_alive(step, pair, function):
     alive = []
     for _ in range(2):
         made, parts = PAIRS[pair]()
-        alive += map(weakref.ref, [made, *parts])
-        ALL_STEPS[step](made, FUNCTIONS[function])
-        del made, parts
+        decorated = lambda *args: FUNCTIONS[function](*args)  # noqa: E731
+        alive += map(weakref.ref, [made, decorated, *parts])
+        ALL_STEPS[step](made, decorated)
+        del made, decorated, parts
     gc.collect()
     assert not [part() for part in alive if part() is not None]
 

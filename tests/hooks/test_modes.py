@@ -1,7 +1,5 @@
 """Packers under the flags of JAX: each packer, each flag, and each way to run a function."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re
@@ -111,9 +109,6 @@ def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
     assert_close(np.asarray(found), np.asarray(expected), tolerance)
 
 
-# -- a NaN of the user's own -----------------------------------------------------------------------------
-
-
 def makes_nan(x):
     return jnp.sum(jnp.tanh(jnp.where(x > 0, jnp.sqrt(x), 0.0)))
 
@@ -135,9 +130,20 @@ def where(f, x, function):
     return str(raised.value).partition(".")[0], found
 
 
-@pytest.mark.parametrize("f", [makes_nan, makes_nan_in_backward])
-@pytest.mark.parametrize(("flag", "packer", "run"), met(("debug_nans", "debug_nans and disable_jit")))
-def test_a_nan_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer, run, tmp_path):
+def makes_infinity(x):
+    return jnp.sum(jnp.arctan(jnp.tanh(x) * 1e30 * 1e30))  # 8 bits pack the tanh, which is finite
+
+
+REPORTED = [
+    pytest.param(f, *row.values, marks=row.marks)
+    for f in (makes_nan, makes_nan_in_backward)
+    for row in met(("debug_nans", "debug_nans and disable_jit"))
+]
+REPORTED += [(makes_infinity, "debug_infs", packer, "grad-jit") for packer in PACKERS]
+
+
+@pytest.mark.parametrize(("f", "flag", "packer", "run"), REPORTED)
+def test_a_nan_or_infinity_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer, run, tmp_path):
     with FLAGS[flag]():
         text, lines = where(RUNS[run](PACKERS[packer][0](tmp_path)(f)), X, f)
         expected, least = where(RUNS[run](f), X, f)
@@ -161,19 +167,6 @@ def test_a_nan_is_not_reported_where_a_tensor_is_recomputed(run):
     f = makes_nan_of_a_packed_infinity
     with jax.debug_nans(True):
         assert where(run(quantize_saved(8)(f)), X, f)[0] == where(run(f), X, f)[0]
-
-
-def makes_infinity(x):
-    return jnp.sum(jnp.arctan(jnp.tanh(x) * 1e30 * 1e30))  # 8 bits pack the tanh, which is finite
-
-
-@pytest.mark.parametrize("packer", PACKERS)
-def test_an_infinity_in_a_recomputed_tensor_is_reported(packer, tmp_path):
-    with jax.debug_infs(True):
-        text, lines = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X, makes_infinity)
-        expected, least = where(jax.grad(jax.jit(makes_infinity)), X, makes_infinity)
-    assert text == expected
-    assert lines >= least
 
 
 def test_a_block_of_nan_is_packed_without_infinity():

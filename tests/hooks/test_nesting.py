@@ -1,7 +1,5 @@
 """saved_tensors_hooks within one another, after exceptions, in threads, in tasks of asyncio, and disabled."""
 
-from __future__ import annotations
-
 import asyncio
 
 import jax
@@ -13,7 +11,6 @@ from jax.sharding import AxisType, PartitionSpec
 from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
 from tests.kit.layers import Multiply, Square, bits, layer
 from tests.kit.modes import STAGED
-from tests.kit.threads import in_threads
 
 from .spy import GRADIENTS, IDLE, A, B, Spy, X, in_block
 
@@ -97,13 +94,6 @@ def test_the_previous_pair_is_restored_after_an_exception(where):
 
     np.testing.assert_allclose(jax.grad(loss)(X), jnp.cos(X**2) * 2 * X, rtol=1e-6)
     assert spy.counts() == (1, 1)
-
-
-def test_one_hooks_object_in_many_threads():
-    spy = Spy()
-    step = jax.grad(in_block(spy.hooks, lambda x: jnp.sum(jnp.sin(x))))
-    assert in_threads(8, lambda i: np.testing.assert_allclose(step(X + i), jnp.cos(X + i), rtol=1e-5)) == []
-    assert spy.counts() == (8, 8)
 
 
 @IDLE

@@ -1,7 +1,5 @@
 """Hooks around every kind of JAX operation: the gradient is that without them."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

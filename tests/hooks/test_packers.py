@@ -1,7 +1,5 @@
 """The ready pairs: how close they come, how much they keep, what they leave alone, and where they fail."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -18,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
 from tests.hooks.spy import (
     TRANSFORMS,
     Spy,
@@ -303,9 +301,6 @@ def test_stochastic_rounding_has_no_bias():
     np.testing.assert_array_equal(again, got)
 
 
-# -- how much is kept -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "of",
     [
@@ -368,9 +363,6 @@ def test_a_short_row_is_not_quantized_to_more_bytes(dtype, length):
         x = jnp.ones((8, length), dtype)
         plain = bytes_held(jax.vjp(jnp.sin, x)[1])
         assert bytes_held(jax.vjp(quantize_saved(8, arguments=True)(jnp.sin), x)[1]) <= plain
-
-
-# -- files ----------------------------------------------------------------------------------------
 
 
 def files(directory):
@@ -469,9 +461,6 @@ def test_a_damaged_file_is_an_error_and_is_not_remembered(damage, tmp_path):
         np.testing.assert_allclose(jax.vjp(Square.apply, X)[1](X)[0], 2 * X * X, rtol=1e-6)
 
 
-# -- chains -------------------------------------------------------------------------------------
-
-
 def test_integers_that_a_pair_made_go_to_disk(tmp_path):
     _, pullback = jax.vjp(chain(quantize_saved(8), save_on_disk(tmp_path))(tanh_sum), X)
     assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 512
@@ -519,12 +508,22 @@ def test_an_error_names_the_pair(pair, kind, text):
     jitted = jax.jit(jax.grad(chain(cast_saved(), pair)(tanh_sum)))
     with pytest.raises(kind) as caught:
         jax.block_until_ready(jitted(X))
-    assert all(word in text_of(caught.value) for word in (text, type(pair).__name__))
+    assert all(word in text_of(caught.value) for word in (text, type(pair).__name__, "Tanh"))
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "text"),
+    ("make", "kind", "message"),
     [
+        (lambda folder: quantize_saved(3), ValueError, "bits"),
+        (lambda folder: quantize_saved(block_size=7), ValueError, "block_size"),
+        (lambda folder: cast_saved(jnp.int8), TypeError, "int8"),
+        (lambda folder: cast_saved("bf16"), TypeError, "bf16"),
+        (lambda folder: cast_saved(jnp.float8_e4m3fn), TypeError, "float8"),
+        (lambda folder: cast_saved(only=3), TypeError, "only"),
+        (lambda folder: save_on_cpu(model), TypeError, r"save_on_cpu\(\)"),
+        (lambda folder: recompute_saved(limit="64 megabytes"), ValueError, "MiB"),
+        (lambda folder: recompute_saved(limit=-1), ValueError, "MiB"),
+        (lambda folder: recompute_saved(limit="MiB"), ValueError, "MiB"),
         (lambda folder: chain(), TypeError, "chain"),
         (lambda folder: chain(cast_saved(), 3), TypeError, "3"),
         (lambda folder: chain(cast_saved, save_on_cpu()), TypeError, "parentheses"),
@@ -532,33 +531,18 @@ def test_an_error_names_the_pair(pair, kind, text):
         (lambda folder: chain(save_on_cpu(), cast_saved()), ValueError, "last"),
         (lambda folder: chain(cast_saved(), cast_saved(), only=3), TypeError, "only"),
         (lambda folder: chain(chain(cast_saved(), cast_saved(), only=bool), save_on_cpu()), ValueError, "only"),
+        (lambda folder: chain(by_name({...: cast_saved()}), save_on_cpu()), ValueError, "by_name"),
+        (lambda folder: by_name({}), TypeError, "by_name"),
+        (lambda folder: by_name([("y", None)]), TypeError, "by_name"),
+        (lambda folder: by_name({3: None}), TypeError, "by_name"),
+        (lambda folder: by_name({"y": jnp.sin}), TypeError, "by_name"),
+        (lambda folder: by_name({"y": cast_saved}), TypeError, "by_name"),
+        (lambda folder: by_name({"y": by_name({...: None})}), TypeError, "by_name"),
     ],
 )
-def test_chains_that_cannot_be(make, kind, text, tmp_path):
-    with pytest.raises(kind, match=text):
-        make(tmp_path)
-
-
-# -- parameters -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: quantize_saved(3), ValueError, "bits"),
-        (lambda: quantize_saved(block_size=7), ValueError, "block_size"),
-        (lambda: cast_saved(jnp.int8), TypeError, "int8"),
-        (lambda: cast_saved("bf16"), TypeError, "bf16"),
-        (lambda: cast_saved(jnp.float8_e4m3fn), TypeError, "float8"),
-        (lambda: save_on_cpu(model), TypeError, r"save_on_cpu\(\)"),
-    ],
-)
-def test_wrong_parameters(make, kind, message):
+def test_wrong_parameters(make, kind, message, tmp_path):
     with pytest.raises(kind, match=message):
-        make()
-
-
-# -- in programs ----------------------------------------------------------------------------------
+        make(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """Which tensors saved_tensors_hooks reach, when and how often the hooks run, and that tensors come back."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import cast_saved
+from pylayer_jax.packers import cast_saved, recompute_saved
 from tests.kit.layers import ForwardTanh, Multiply, Square, Tanh, bits, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 
@@ -101,16 +99,16 @@ def test_a_block_around_the_differentiation_reaches_layers(differentiate):
     assert spy.counts() == (1, 1)
 
 
-def test_a_decorated_function_is_called_as_it_was():
-    @bits()
-    def decorated(x, scale=1.0):
-        """Doc."""
-        return jnp.sum(jnp.sin(x) * scale), "tag"
+@pytest.mark.parametrize("hooks", [bits(), recompute_saved(limit="1 KiB")], ids=repr)
+def test_a_decorated_function_is_called_as_it_was(hooks):
+    @hooks
+    def decorated(params, name, *, scale=1.0):
+        assert name == "text"
+        return jnp.sum(jnp.sin(params["x"]) * scale), {"name": name}
 
-    assert (decorated.__name__, decorated.__doc__) == ("decorated", "Doc.")
-    gradient, tag = jax.grad(decorated, has_aux=True)(X, scale=2.0)
-    np.testing.assert_allclose(gradient, 2 * jnp.cos(X), rtol=1e-6)
-    assert tag == "tag"
+    gradient, aux = jax.grad(decorated, has_aux=True)({"x": X, "static": None}, "text", scale=2.0)
+    np.testing.assert_allclose(gradient["x"], 2 * jnp.cos(X), rtol=1e-6)
+    assert aux == decorated({"x": X}, "text")[1] == {"name": "text"}
 
 
 @EAGER_AND_JIT

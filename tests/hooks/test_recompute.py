@@ -1,7 +1,5 @@
 """What follows from a kept tensor is computed again, as far as the error of a pair allows; gradients stay right."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -126,9 +124,6 @@ def test_only_selects_what_is_computed_again():
         for pair in (pair, recompute_saved())
     )
     assert kept >= fewer + X.nbytes
-
-
-# -- rules that compare what they saved ----------------------------------------------------------------
 
 
 def values(x):
@@ -279,9 +274,6 @@ def test_weakly_typed_arrays_in_eager_mode():
         np.testing.assert_array_equal(jax.grad(pair(jnp.sum))(x), np.ones(4))
 
 
-# -- bounds --------------------------------------------------------------------------------------------
-
-
 def stream(n_layers):
     def f(w, x):
         for _ in range(n_layers):
@@ -312,9 +304,6 @@ def test_an_eager_gradient_holds_no_more_arrays_than_without_a_block():
         return most
 
     assert peak(recompute_saved()) <= peak(lambda f: f)
-
-
-# -- memory ------------------------------------------------------------------------------------------
 
 
 def scanned(x, ws):
@@ -356,9 +345,6 @@ def test_memory_of_a_compiled_gradient(pair, tmp_path):
             assert packed < share * plain, packed / plain
 
 
-# -- what is held ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("differentiate", [jax.vjp, lambda f, *args: jax.grad(f)(*args)], ids=["vjp", "grad"])
 @pytest.mark.parametrize(
     "hooks", [cast_saved(), noting([], differentiable=True)], ids=lambda hooks: type(hooks).__name__
@@ -381,9 +367,6 @@ def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collect
         assert held() == before
     finally:
         gc.enable()
-
-
-# -- a value that stays the same in a loop is packed once, and not stacked -------------------------
 
 
 SIZE = 64

@@ -1,7 +1,5 @@
 """Defines layers with twice the true gradient, blocks of hooks around them, and comparisons of their gradients."""
 
-from __future__ import annotations
-
 import importlib
 
 import jax

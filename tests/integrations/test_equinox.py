@@ -1,7 +1,5 @@
 """Layers and blocks of hooks with equinox: modules as arguments, filtered transformations, State, loops."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Layers and blocks of hooks within flax.nnx modules."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

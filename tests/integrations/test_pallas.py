@@ -1,7 +1,5 @@
 """Layers whose forward and backward are Pallas kernels, beside the same functions in plain jax.numpy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Layers in equations, differential equations and losses that other libraries solve and minimize."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

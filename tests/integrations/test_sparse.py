@@ -1,7 +1,5 @@
 """Sparse matrices of `jax.experimental.sparse` as arguments, outputs, saved tensors and gradients."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -93,19 +93,6 @@ def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., 
     return function
 
 
-def once(value: float, cotangent: Any) -> Any:
-    """Return the constant `value` as a gradient.
-
-    The term of zero makes it depend on the cotangent, so that under vmap there is one gradient for each example.
-    """
-    return value + 0 * jnp.sum(cotangent)
-
-
-def straight_through(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function with the values of `value` and the derivative of the identity."""
-    return lambda x: x + stop(value(x) - x)
-
-
 def numpy_grid(*shape: int, low: float = -1.4, high: float = 1.7) -> np.ndarray:
     """Return an array of equally spaced numbers from low to high, in a random order."""
     ordered = np.linspace(low, high, int(np.prod(shape)))

@@ -7,8 +7,6 @@
 `@runs`, `@gradients` and `@EAGER_AND_JIT` give the test the transform itself, and not its key.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

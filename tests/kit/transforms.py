@@ -2,10 +2,7 @@
 
     FIRST_ORDER["scan_of_remat"](f, args)    # jax.jit(jax.grad(g))(*args), where g calls jax.checkpoint(f) in a scan
 
-A test computes these numbers for a layer, and compares them with `expected`, which are those of its reference:
-
-    got = FIRST_ORDER["scan_of_remat"](scalar(case.layer, case.linear_loss), case.args)
-    assert_same(got, expected(case, FIRST_ORDER, "scan_of_remat"))
+`compare(case, "scan_of_remat")` compares these numbers of a layer with those of its reference.
 """
 
 from __future__ import annotations
@@ -80,12 +77,12 @@ def registered(table: dict[str, Transform], **options: Any) -> Callable[[Any], A
     return lambda run: register(table, run.__name__, run, **options)
 
 
-def expected(case: Case, table: dict[str, Transform], name: str) -> Any:
+def expected(case: Case, name: str) -> Any:
     """Return the numbers of a transform of the reference, compiled once for all transforms with the same numbers."""
-    source = table[name].same_as
+    source = SAME_AS[name]
     key = case.name, case.reference, source
     if key not in _EXPECTED:
-        f, run = scalar(case.reference, case.linear_loss), table[source]
+        f, run = scalar(case.reference, case.linear_loss), TRANSFORMS[source]
         _EXPECTED[key] = jax.jit(lambda *args: run(f, args))(*case.args)
     return _EXPECTED[key]
 
@@ -237,9 +234,6 @@ compiled = functools.partial(transformed, jax.jit, gradient)
 compiled_batch = functools.partial(transformed, in_a_batch, gradient, size=4)
 
 
-# -- first order ----------------------------------------------------------------------------------
-
-
 register(FIRST_ORDER, "grad", eagerly(), same_as="jit_of_grad")
 register(FIRST_ORDER, "jit_of_grad", compiled())
 register(FIRST_ORDER, "grad_of_jit", eagerly(_jitted), same_as="jit_of_grad")
@@ -301,9 +295,6 @@ def debug_nans(f, args):
         return compiled()(f, args)
 
 
-# -- second order ---------------------------------------------------------------------------------
-
-
 register(SECOND_ORDER, "grad_of_grad", eagerly(along), covered=True, same_as="jit_of_grad_of_grad")
 register(SECOND_ORDER, "jit_of_grad_of_grad", compiled(along))
 register(SECOND_ORDER, "grad_of_grad_of_jit", eagerly(along, _jitted), slow=True, same_as="jit_of_grad_of_grad")
@@ -314,9 +305,6 @@ register(
     SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), same_as="jit_of_grad_of_grad"
 )
 register(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=4), same_as="vmap_of_grad_of_grad")
-
-
-# -- forward over reverse -------------------------------------------------------------------------
 
 
 register(FORWARD_OVER_REVERSE, "hessian", value_eagerly(hessian), slow=True, same_as="jit_of_hessian")
@@ -366,16 +354,11 @@ def jacfwd(f, args, derivative=along):
     return jax.jit(jacobian(_two_outputs(f), floats(args)))(*args)
 
 
-# -- which layers are tested under a transform ------------------------------------------------------------
-
-TABLES = (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE, FORWARD)
-SLOW = {name for table in TABLES for name, transform in table.items() if transform.slow}
-COVERED = {name for table in TABLES for name, transform in table.items() if transform.covered}
+TRANSFORMS = FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE | FORWARD
+SLOW = {name for name, transform in TRANSFORMS.items() if transform.slow}
+COVERED = {name for name, transform in TRANSFORMS.items() if transform.covered}
 # For each transform, the one of the same table whose expected numbers it has.
-SAME_AS = {name: transform.same_as for table in TABLES for name, transform in table.items()}
-
-
-# -- comparison -----------------------------------------------------------------------------------
+SAME_AS = {name: transform.same_as for name, transform in TRANSFORMS.items()}
 
 
 def scalar(function: Callable[..., Any], linear: bool) -> Function:
@@ -400,3 +383,14 @@ def assert_same(ours: Any, expected: Any) -> None:
     for a, b in zip(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def compare(case: Case, name: str) -> None:
+    """Compare the numbers of a layer under a transform with those of its reference."""
+    run = TRANSFORMS[name]
+    if name in FORWARD_OVER_REVERSE and case.forward_over_reverse:
+        with pytest.raises(TypeError, match=case.forward_over_reverse):
+            run(scalar(case.layer, linear=False), case.args)
+        return
+    slope = [pushed] if name in FORWARD else []
+    assert_same(run(scalar(case.layer, case.linear_loss), case.args, *slope), expected(case, name))

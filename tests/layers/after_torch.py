@@ -4,8 +4,6 @@ A text is a function of `xp`, which has the names of JAX or of torch, and runs u
 in the list of layers that they are taken from.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 
@@ -110,8 +108,6 @@ def layers(xp):
 
 ported = names.text(layers, names.JAX)
 
-
-# -- calls beside real torch ----------------------------------------------------------------------------
 
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)

@@ -1,7 +1,5 @@
 """Defines layers with the same results in Paddle, torch and this package, also under saved-tensor hooks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.kit.oracle import Table, X, Y, Z
@@ -9,14 +7,10 @@ from tests.kit.oracle import Table, X, Y, Z
 SHARED = Table()
 
 
-def integer(of, x):
-    return of.cast(x * 10, "int32")
-
-
 @SHARED.add()
 @SHARED.add(label="alone", used=(1,))
 def integer_and_bool_outputs(of):
-    layer = of.layer(lambda ctx, x: (integer(of, x), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
+    layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
     return lambda x: (*layer.apply(x), x * 3)
 
 
@@ -48,17 +42,13 @@ def saved_output(of):
     return doubled_tanh(of).apply
 
 
-def doubled_sine(of):
+@SHARED.add(orders=3)
+def saved_input(of):
     def backward(ctx, dy):
         (x,) = of.saved(ctx)
         return 2 * dy * of.cos(x)
 
-    return of.layer(of.saving(lambda x: of.sin(x)), backward)
-
-
-@SHARED.add(orders=3)
-def saved_input(of):
-    return doubled_sine(of).apply
+    return of.layer(of.saving(of.sin), backward).apply
 
 
 def product(of):

@@ -1,7 +1,5 @@
 """Defines layers with other results in Paddle or torch, and layers that this package refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.kit.oracle import Table, X, Y

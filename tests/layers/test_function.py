@@ -1,7 +1,5 @@
 """`Function` behaves as torch.autograd.Function does; each difference is tested for both."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -116,8 +114,6 @@ def no_backward(of):
     return of.function(lambda ctx, x: x * 2).apply
 
 
-# -- vmap -------------------------------------------------------------------------------------------
-
 ROWS = grid(3, 4)
 
 
@@ -203,8 +199,6 @@ def both_rules_for_vmap(of):
     rules = {"setup_context": no_setup, "vmap": lambda info, in_dims, x: (x * 2, 0), "generate_vmap_rule": True}
     return of.vmap(of.function(lambda x: x * 2, **rules).apply)
 
-
-# -- forward mode -----------------------------------------------------------------------------------
 
 DX, DY = np.cos(X), 2 * Y
 

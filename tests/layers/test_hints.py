@@ -1,7 +1,5 @@
 """Each hint about a name of torch has JAX code that gives what torch gives. The text of the hint runs beside torch."""
 
-from __future__ import annotations
-
 import operator
 
 import jax

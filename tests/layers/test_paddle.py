@@ -4,8 +4,6 @@ Real Paddle 3.3 dies of a segmentation fault, and so is not asked, where an outp
 list of one gets no cotangent, and where the backward of a layer runs twice in one graph.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ from tests.layers.differ import DIFFERENCES
 from .after_paddle import PORTS
 
 pytestmark = [pytest.mark.frameworks, IDLE]
-CASES = Table(SHARED + HOOKS)
+CASES = Table(SHARED + HOOKS + DIFFERENCES + PORTS)
 
 
 @pytest.fixture
@@ -94,19 +92,11 @@ for what, save in SAVED.items():
         return noting_what_is_saved(of, save, lambda ctx: ctx.saved_tensor())
 
 
-@CASES.every()
-def test_as_in_paddle(theirs, mode, one):
-    compare(theirs, mode, one)
-
-
 # -- what both refuse, and each difference ---------------------------------------------------------
 
 
-DIFFERENT = Table(DIFFERENCES)
-
-
 # A leaf returned as it is would be changed in place there, which Paddle refuses.
-@DIFFERENT.differ(theirs=ValueError, ours=[3])
+@CASES.differ(theirs=ValueError, ours=[3])
 def leaf_returned(of):
     return of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3).apply
 
@@ -117,7 +107,7 @@ for name, their, our, give in (
     ("per place", [3, 0], [3, 5], lambda dy: [dy * 3, None, dy * 5]),
 ):
 
-    @DIFFERENT.differ(X, Y, label=name, theirs=their, ours=our, match="Layer")
+    @CASES.differ(X, Y, label=name, theirs=their, ours=our, match="Layer")
     def list_with_a_static(of, give=give):
         layer = of.layer(lambda ctx, parts: parts[0] * parts[1] + parts[2], lambda ctx, dy: give(dy))
         return lambda x, y: layer.apply([x, 2.0, y])
@@ -126,33 +116,33 @@ for name, their, our, give in (
 # Paddle wants None there, here it is ignored, whatever it is.
 for name, entry in {"tensor": lambda dy: dy, "text": lambda dy: "text"}.items():
 
-    @DIFFERENT.differ(X, Y, label=name, wrt=(1,), theirs=ValueError, ours=[5])
+    @CASES.differ(X, Y, label=name, wrt=(1,), theirs=ValueError, ours=[5])
     def entry_where_no_gradient_is_needed(of, entry=entry):
         return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: (entry(dy), dy * 5)).apply
 
 
 # Gradients follow the order of the call in Paddle, the order of the parameters here.
-@DIFFERENT.differ(X, Y, theirs=[5, 3], ours=[3, 5])
+@CASES.differ(X, Y, theirs=[5, 3], ours=[3, 5])
 def keywords_in_another_order(of):
     layer = of.layer(lambda ctx, a, b: a + b, lambda ctx, dy: (dy * 3, dy * 5))
     return lambda x, y: layer.apply(b=y, a=x)
 
 
 # NumPy arrays are statics in Paddle, tensors here.
-@DIFFERENT.differ(theirs=[3], ours=ValueError, match="backward")
+@CASES.differ(theirs=[3], ours=ValueError, match="backward")
 def numpy_argument_before_a_tensor(of):
     layer = of.layer(lambda ctx, array, x: x * 2, lambda ctx, dy: dy * 3)
     return lambda x: layer.apply(np.ones(2, np.float32), x)
 
 
-@DIFFERENT.differ(theirs=[0 + 1], ours=[3 + 1])
+@CASES.differ(theirs=[0 + 1], ours=[3 + 1])
 def dict_among_the_outputs(of):
     layer = of.layer(lambda ctx, x: (x * 2, {"key": x * 2}), lambda ctx, dy, *dz: dz[0]["key"] * 3 if dz else dy * 0)
     return lambda x: (*layer.apply(x), x)
 
 
 # Paddle copies it, and loses the gradient.
-@DIFFERENT.differ(theirs=[1], ours=[3 + 1])
+@CASES.differ(theirs=[1], ours=[3 + 1])
 def input_marked_not_inplace_returned(of):
     def forward(ctx, x):
         ctx.mark_not_inplace(x)
@@ -171,32 +161,32 @@ GRADIENTS = {
 
 for name, (their, our, give) in GRADIENTS.items():
 
-    @DIFFERENT.differ(label=name, theirs=[their], ours=our if our is ValueError else [our], match="'x'")
+    @CASES.differ(label=name, theirs=[their], ours=our if our is ValueError else [our], match="'x'")
     def gradient_that_does_not_fit(of, give=give):
         return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
 
 
 # Of JAX's cotangents and gradients these are the conjugates; `complex_convention = "paddle"` translates.
-@DIFFERENT.differ(Z, theirs=[2 * Z.conj()], ours=[2 * Z])
+@CASES.differ(Z, theirs=[2 * Z.conj()], ours=[2 * Z])
 def complex_numbers_without_complex_convention(of):
     layer = of.layer(of.saving(lambda z: z * z), lambda ctx, dy: 2 * dy * of.conj(of.saved(ctx)[0]))
     return lambda z: of.real(layer.apply(z))
 
 
-@DIFFERENT.differ(theirs=[1], ours=[2])
+@CASES.differ(theirs=[1], ours=[2])
 def list_with_a_static_among_the_outputs(of):
     layer = of.layer(lambda ctx, x: (x * 2, [x * 2, 1]), lambda ctx, dy, dz: dy * len(dz))
     return layer.apply
 
 
 # NumPy arrays are statics there.
-@DIFFERENT.differ(theirs=[1], ours=[2], used=(0,))
+@CASES.differ(theirs=[1], ours=[2], used=(0,))
 def numpy_array_among_the_outputs(of):
     return of.layer(lambda ctx, x: (x * 2, np.ones(2, np.float32)), lambda ctx, *dys: dys[0] * len(dys)).apply
 
 
 # Paddle lets a gradient through integers; under JAX there is none.
-@DIFFERENT.differ(theirs=[200 + 3], ours=[3])
+@CASES.differ(theirs=[200 + 3], ours=[3])
 def gradient_through_an_integer_output(of):
     def backward(ctx, di, dy):
         return of.cast(di, "float32") * 100 + dy * 3
@@ -210,25 +200,17 @@ def gradient_through_an_integer_output(of):
     return apply
 
 
-# -- saved-tensor hooks -----------------------------------------------------------------------------
-
-
-@DIFFERENT.differ(X, Y, theirs=ValueError, ours=[Y, X])
+@CASES.differ(X, Y, theirs=ValueError, ours=[Y, X])
 def a_block_within_a_block(of):
     return of.hooked(of.hooked(of.multiply))
 
 
 # Paddle takes a tuple or list that pack returns apart, and unpacks each of its parts.
-@DIFFERENT.differ(X, Y, theirs=OSError, ours=[Y, X])
+@CASES.differ(X, Y, theirs=OSError, ours=[Y, X])
 def tuple_packed_for_a_layer(of):
     return of.hooked(product(of).apply, pack=lambda x: (x, 1), unpack=lambda kept: kept[0])
 
 
-@DIFFERENT.every()
-def test_errors_and_differences(theirs, mode, one):
-    compare(theirs, mode, one)
-
-
-@PORTS.every()
-def test_layers(theirs, mode, one):
+@CASES.every()
+def test_as_in_paddle(theirs, mode, one):
     compare(theirs, mode, one)

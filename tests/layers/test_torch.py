@@ -1,7 +1,5 @@
 """The same layers have the same results and errors in real torch and here; each difference is tested for both."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from tests.layers.differ import DIFFERENCES
 from .after_torch import PORTS, layers, ported
 
 pytestmark = [pytest.mark.frameworks, IDLE]
-CASES = Table(SHARED + HOOKS)
+CASES = Table(SHARED + HOOKS + DIFFERENCES + PORTS)
 
 
 @pytest.fixture
@@ -63,9 +61,6 @@ def input_returned(of):
     return apply
 
 
-# -- saved-tensor hooks -----------------------------------------------------------------------------
-
-
 # What is taken for the gradients of higher order is what was packed, whatever packing did.
 @CASES.add()
 def layer_under_hooks(of):
@@ -93,16 +88,6 @@ def none_saved(of):
 
 @CASES.every()
 def test_as_in_torch(theirs, mode, one):
-    compare(theirs, mode, one)
-
-
-@DIFFERENCES.every()
-def test_errors_and_differences(theirs, mode, one):
-    compare(theirs, mode, one)
-
-
-@PORTS.every()
-def test_layers(theirs, mode, one):
     compare(theirs, mode, one)
 
 

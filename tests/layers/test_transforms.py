@@ -1,7 +1,5 @@
 """Each layer of the registry has the derivatives of its reference under each transform, also with forward mode."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from tests.kit.transforms import (
     FORWARD_OVER_REVERSE,
     SECOND_ORDER,
     assert_same,
-    expected,
+    compare,
     is_tested,
     marks,
     pushed,
@@ -23,28 +21,16 @@ from tests.kit.transforms import (
 )
 from tests.layers import CASES
 
-REVERSE = (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
 
-
-def each_pair(*tables, where=is_tested):
-    """Run a test for each transform of the tables and each layer, if `where(transform, name of the layer)` is True."""
+def each_pair(transforms, where=is_tested):
+    """Run a test for each of the transforms and each layer, if `where(transform, name of the layer)` is True."""
     params = [
-        pytest.param(table, name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
-        for table in tables
-        for name in table
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
+        for name in transforms
         for case in CASES
         if where(name, case.name)
     ]
-    return pytest.mark.parametrize(("table", "transform", "case"), params)
-
-
-def compare(case, table, transform):
-    if table is FORWARD_OVER_REVERSE and case.forward_over_reverse:
-        with pytest.raises(TypeError, match=case.forward_over_reverse):
-            table[transform](scalar(case.layer, linear=False), case.args)
-        return
-    right, slope = expected(case, table, transform), [pushed] if table is FORWARD else []
-    assert_same(table[transform](scalar(case.layer, case.linear_loss), case.args, *slope), right)
+    return pytest.mark.parametrize(("transform", "case"), params)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -53,20 +39,17 @@ def test_outputs(case):
     assert_same(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain))
 
 
-@each_pair(*REVERSE)
-def test_as_the_reference(table, transform, case):
-    compare(case, table, transform)
-
-
-# -- with forward_mode = True -------------------------------------------------------------------------
+@each_pair(FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE)
+def test_as_the_reference(transform, case):
+    compare(case, transform)
 
 
 LINEAR = {case.name for case in CASES if case.is_linear}
 
 
 @each_pair(FORWARD, where=lambda transform, case: case in LINEAR and is_tested(transform, case))
-def test_forward_mode_is_reverse_mode(table, transform, case, monkeypatch):
-    compare(case.in_forward_mode(monkeypatch), table, transform)
+def test_forward_mode_is_reverse_mode(transform, case, monkeypatch):
+    compare(case.in_forward_mode(monkeypatch), transform)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.is_linear], ids=lambda case: case.name)
@@ -74,9 +57,6 @@ def test_a_backward_that_is_not_linear_is_refused(case, monkeypatch):
     ours = case.in_forward_mode(monkeypatch)
     with pytest.raises(TypeError, match=case.forward_over_reverse):
         pushed(scalar(ours.layer, case.linear_loss), case.args)(*case.args)
-
-
-# -- staged code in a batch ---------------------------------------------------------------------------
 
 
 NINE = jnp.arange(9.0).reshape(3, 3) / 9

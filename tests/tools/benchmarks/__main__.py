@@ -7,8 +7,6 @@ that a machine that slows down for a while slows all contestants down. Where a g
 command fails. notebooks/tools/packing.py measures packers.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

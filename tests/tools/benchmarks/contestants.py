@@ -1,7 +1,5 @@
 """One layer, tanh with its output saved, written for PyLayer and for each of the alternatives."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What was measured: printed as it comes, compared with the goals at the end, and written to a file if asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Times that are compared round by round, since a machine may slow down for a while."""
 
-from __future__ import annotations
-
 import gc
 import random
 import statistics
