@@ -27,18 +27,9 @@ from ._context import (
 )
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.rule_function import batch_axis_to_front
-from ._jax.traces import (
-    PassThroughTrace,
-    TraceState,
-    current_trace,
-    is_active,
-    is_differentiated,
-    is_staging,
-    is_tracer,
-    set_current_trace,
-)
+from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array
-from ._messages import add_note, closed_over, describe, held_by, innermost, noting, plural, source_of, tensors_in
+from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of, tensors_in
 from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -161,9 +152,9 @@ class LayerCall:
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
         for argument in self.arguments.arguments if method == "forward" else ():
             for path, static in argument.skeleton.paths():
-                for name, value in held_by(static).items():
+                for name, value in closed_over(static).items() if callable(static) else ():
                     if any(map(is_tracer, tensors_in(value))):
-                        names[f"{name} (in argument {argument.name}{path})"] = name.lstrip(".")
+                        names[f"{name} (in argument {argument.name}{path})"] = name
         found = f": {', '.join(names)}" if names else ""
         example = next(iter(names.values()), "value")
         return jax.errors.UnexpectedTracerError(
@@ -199,10 +190,8 @@ class LayerCall:
         # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
         backward = functools.partial(_host_layer.run_backward, self, needs) if layer.host is True else layer.backward
-        dead = [(x, name) for x, name in kept.held if not is_active(x)]
         try:
-            watch = set_current_trace(_Watch(self.name, dead)) if dead else _null_context
-            with in_backward(True) if may_be_transposed else _null_context, scope, watch:
+            with in_backward(True) if may_be_transposed else _null_context, scope:
                 result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
@@ -283,24 +272,6 @@ class LayerCall:
             f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
             f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
         )
-
-
-class _Watch(PassThroughTrace):
-    """Raises an error at an operation on a value of an ended trace. JAX's error, when it lowers, names nothing."""
-
-    def __init__(self, layer: str, dead: list[tuple[Any, str]]) -> None:
-        super().__init__(current_trace())
-        self.layer, self.dead = layer, dead
-
-    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
-        for name in [name for value, name in self.dead if contains(tracers, value)]:
-            raise jax.errors.UnexpectedTracerError(
-                f"{self.layer}.backward uses a traced value of a transformation that has returned: {name}. Keep the "
-                "value itself on ctx. A function with its values becomes a pytree by jax.tree_util.Partial."
-            )
-        with set_current_trace(self.parent_trace):
-            return primitive.bind(*tracers, **params)
 
 
 def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
