@@ -21,8 +21,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
@@ -63,7 +61,6 @@ LayerCall = Any  # the class in `_call.py`, which imports this module
 
 MOST_BYTES = 2**30  # of the contexts of one place, each of which counts for at least `_SIZE`
 _SIZE: Final = 2**20
-SECONDS = 5  # after which an example is slow
 _MOST_EXAMPLES: Final = 64  # of one class, since each call may pass a new lambda
 _NUMBER: Final = "_number"  # an attribute of ctx with host = "forward"
 _store = HostStore()  # of all layers
@@ -241,40 +238,21 @@ def _make_example(place: _Place) -> _Run:
         types = [np.asarray(x) if _is_output(x) else x for x in leaves]
         return _Run(skeleton, types, [False] * len(types), True, None).example()
     try:
-        with eval_context(), np.errstate(all="ignore"), _warning_if_slow(call):
+        with eval_context(), np.errstate(all="ignore"):
             example = place.run(_example_arrays(call)).example()
             if not example.arrays:
                 raise ValueError(f"it returned {example.shown() or None}: expected at least one array or number.")
             return example
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # of a user who waits for code that does not end
         types = ", ".join(f"{t.dtype}{list(t.shape)}" for t in call.arguments.types)
         error.add_note(
-            f"{call.name}.forward raised this error on example arrays ({types}), which show the types of the results "
-            "before a compiled program runs. If it needs particular values, such as a positive definite matrix, add to "
-            "the class: @staticmethod def example(x): return ... It gets the arguments of apply, and returns arrays of "
-            "the same shapes and dtypes. Or declare the results: @staticmethod def result_types(x): return "
-            "jax.ShapeDtypeStruct(x.shape, x.dtype)."
+            f"This happened in a run of {call.name}.forward on example arrays ({types}), which shows the types of the "
+            "results before a compiled program runs. If it needs particular values, such as a positive definite "
+            "matrix, add to the class: @staticmethod def example(x): return ... It gets the arguments of apply, and "
+            "returns arrays of the same shapes and dtypes. Or declare the results: @staticmethod def result_types(x): "
+            "return jax.ShapeDtypeStruct(x.shape, x.dtype)."
         )
         raise
-
-
-@contextlib.contextmanager
-def _warning_if_slow(call: LayerCall) -> Generator[None]:
-    # Code that never ends would hang in silence. (No thread can warn while C code holds the lock of Python.)
-    message = (
-        f"{call.name}.forward has run for {SECONDS} seconds on example arrays (random numbers from 0 to 1, unless the "
-        "class has a method example), which show the types of the results. If it does not end, add to the class: "
-        "@staticmethod def example(x): return ... It gets the arguments of apply, and returns other arrays. With "
-        "host = True, you may instead declare the results: @staticmethod def result_types(x): return "
-        "jax.ShapeDtypeStruct(x.shape, x.dtype)."
-    )
-    timer = threading.Timer(SECONDS, warnings.warn, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
