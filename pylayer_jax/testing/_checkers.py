@@ -360,8 +360,7 @@ def assert_equivalent(
     rounding is 0. The checks are those of `gradcheck`, also for random values.
 
     The layer may run on several devices; the reference runs on one, and each device's copy of a result is compared with
-    its result. The message reports a factor by which all entries are wrong, such as the number of devices. Pass
-    arguments whose entries differ, because equal shards hide mistakes.
+    its result. Pass arguments whose entries differ, because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
