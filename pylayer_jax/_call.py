@@ -28,9 +28,9 @@ from ._context import (
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
-from ._jax.types import as_array, is_array
+from ._jax.types import as_array, is_array, is_tensor
 from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of, tensors_in
-from ._trees import contains, split
+from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -243,18 +243,9 @@ class LayerCall:
 
         with noting(self.name, "vmap"), self.scope("vmap", is_staging()):
             if self.layer.host:
-                result = _host_layer.run_vmap(self, axis, vmap, tensors)
-            else:
-                result = arguments.call("vmap", vmap, None, tensors)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise self.vmap_error(axis, result)
-        outputs, out_dims = result
-        try:
-            _, arrays, skeleton = Outputs.split(self.name, outputs)
-            dims = _dims_of_tensors(out_dims, outputs)
-            values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise self.vmap_error(axis, result, error) from error
+                return _host_layer.run_vmap(self, axis, vmap, tensors)
+            result = arguments.call("vmap", vmap, None, tensors)
+        skeleton, values = self.split_batch(axis, result, is_tensor, functools.partial(batch_axis_to_front, axis))
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
         found = {path: f"{x.dtype}{list(x.shape)}" for path, x in value_at.items()}
         types = zip(expected.skeleton.tensor_paths(), expected.types, strict=True)
@@ -267,20 +258,32 @@ class LayerCall:
             )
         return [value_at[path] for path in wanted]  # a dict may have its keys in another order
 
-    def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
-        return ValueError(
+    def split_batch(
+        self, axis: Any, result: Any, is_output: Callable[[object], bool], to_front: Callable[[Any, Any], Any]
+    ) -> tuple[Skeleton, list[Any]]:
+        """Split what `vmap` returned, with the batch axis of each array in front."""
+        cause: Exception | None = None
+        if isinstance(result, tuple) and len(result) == 2:
+            try:
+                arrays, skeleton = split(result[0], is_output)
+                dims = _dims_of_tensors(result[1], result[0], is_output)
+                return skeleton, [to_front(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+            except (TypeError, ValueError) as error:
+                cause = error
+        raise ValueError(
             f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
-            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
-        )
+            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {cause or ''}"
+        ) from cause
 
 
-def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
+def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], bool]) -> list[Any]:
     """Return the batch axis of each tensor. An int or None in `out_dims` applies to a whole subtree."""
-    tensors, skeleton = split(outputs)
+    tensors, skeleton = split(outputs, is_output)
     if out_dims is None or isinstance(out_dims, int):
         return [out_dims] * len(tensors)
     if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
-        return [dim for pair in zip(out_dims, outputs, strict=True) for dim in _dims_of_tensors(*pair)]
+        pairs = zip(out_dims, outputs, strict=True)
+        return [dim for dims, output in pairs for dim in _dims_of_tensors(dims, output, is_output)]
     return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
 
 

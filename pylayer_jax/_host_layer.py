@@ -35,7 +35,6 @@ from ._context import (
     backward_context,
     check_returned,
     copy_container,
-    is_none,
     positions_of_kept,
 )
 from ._gradients import coerce, match_gradients
@@ -382,20 +381,17 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
 
-def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
     example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
+
+    def to_front(x: Any, dim: int | None) -> np.ndarray:
+        return np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         with _refusing_tracers(call, "vmap"):
             result = call.arguments.call("vmap", vmap, None, [np.array(x) for x in arrays])
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise call.vmap_error(axis, result)
-        leaves, skeleton = split(result[0], _is_output)
-        dims = skeleton.flatten_up_to(jax.tree.broadcast(result[1], result[0], is_leaf=is_none))
-        pairs = zip(leaves, dims, strict=True)
-        batch = [np.stack([x] * axis.size) if d is None else np.moveaxis(np.asarray(x), d, 0) for x, d in pairs]
+        skeleton, batch = call.split_batch(axis, result, _is_output, to_front)
         return example.values_of(example._replace(skeleton=skeleton, arrays=batch), (axis.size,))
 
     batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in example.arrays]
-    values, _ = _bind(call, "vmap", run, batch, tensors)
-    return example.skeleton.fill(values), 0
+    return _bind(call, "vmap", run, batch, tensors)[0]
