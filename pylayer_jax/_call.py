@@ -98,7 +98,6 @@ class LayerCall:
 
     def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
         """Run `forward`, and collect the residuals. `needs` has one bool per tensor."""
-        __tracebackhide__ = True
         ctx, result = self._call_forward(tensors, needs, is_staging())
         run = keep(ctx, result, self.layer)
         self.outputs = run.kept.outputs
@@ -114,7 +113,6 @@ class LayerCall:
 
     def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
         """Run `forward` on concrete values. It must not close over a value that is being differentiated."""
-        __tracebackhide__ = True
         # If the caller passed one array twice, copy it, so that `id()` distinguishes the arguments.
         originals: dict[int, Any] = {}
         if len(set(map(id, tensors))) < len(tensors):
@@ -170,7 +168,6 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], cotangents: Sequence[Any]
     ) -> list[Any]:
         """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
-        __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         cotangents = [
             as_array(c, t) if has else None
@@ -211,7 +208,6 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
@@ -234,11 +230,9 @@ class LayerCall:
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any], expected: Outputs) -> list[Any]:
         """Run `vmap`. Return its outputs in the order of `expected`, with the batch axis in front."""
-        __tracebackhide__ = True
         arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
 
         def vmap(_: Any, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
             return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
 
         with noting(self.name, "vmap"), self.scope("vmap", is_staging()):
