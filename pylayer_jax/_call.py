@@ -52,8 +52,6 @@ class VmapInfo(NamedTuple):
 class LayerCall:
     """One call of a layer, without the tensors."""
 
-    __slots__ = ("arguments", "layer", "name", "outputs", "saver")
-
     def __init__(self, layer: Any, arguments: Arguments) -> None:
         self.layer = layer
         self.name = arguments.layer

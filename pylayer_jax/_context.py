@@ -27,8 +27,6 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 class Outputs:
     """The structure and the types of the outputs of one run of `forward`, without the arrays."""
 
-    __slots__ = ("groups", "has_tangent", "is_sequence", "marked", "shardings", "skeleton", "types")
-
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
         # `groups` has one skeleton for each cotangent that `backward` gets: one per element of a tuple or list, and one

@@ -27,8 +27,6 @@ __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 class TracedCall:
     """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves."""
 
-    __slots__ = ("call", "is_deferred", "maps", "staged")
-
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
         # True if JAX stages the call to a jaxpr, so that it may run the fwd rule later, and more than once.
