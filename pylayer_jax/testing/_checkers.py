@@ -13,7 +13,7 @@ import jax
 
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._messages import OnceDifferentiableError, plural
-from pylayer_jax._report import progress
+from pylayer_jax._report import html_table, progress
 
 from . import _consistency, _derivatives
 from ._subject import (
@@ -179,10 +179,9 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def _repr_html_(self) -> str:
-        rows = ["".join(f"<td>{html.escape(x)}</td>" for x in (row.mark, row.name, row.message)) for row in self.rows]
-        body = "".join(f'<tr style="text-align: left">{row}</tr>' for row in rows)
+        rows = [[row.mark, row.name, row.message] for row in self.rows]
         hints = "".join(f"<p>{html.escape(hint)}</p>" for hint in self.hints())
-        return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
+        return html_table(["", "property", ""], rows, f"check_layer of {self.layer}") + hints
 
     def hints(self) -> list[str]:
         failed = [row for row in self.rows if not row.passed]
