@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ._jax.traces import current_trace, has_named_axis, is_active, is_staging, is_tracer
+from ._jax.traces import current_trace, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
 from ._messages import closed_over, describe, tensors_in
 from ._trees import LEAF, Skeleton, contains, split
@@ -341,9 +340,6 @@ class ForwardResult(NamedTuple):
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     state = ctx._state
-    if not hasattr(result, "dtype") and has_named_axis() and not (parts := split(result))[0]:
-        # In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number. tests: contract/test_vmap.py
-        result = parts[1].fill([], lambda x: jnp.asarray(x) if type(x) in (int, float, complex) else x)
     tensors, arrays, skeleton = Outputs.split(state.layer, result)
     if state.must_return:
         check_returned(state, tensors)

@@ -287,10 +287,6 @@ def is_named(axis: Any) -> bool:
     return type(axis.name) is not object  # without a name, `axis.name` is a bare object()
 
 
-def has_named_axis() -> bool:
-    return any(isinstance(trace, BATCHED.trace) and is_named(trace.axis_data) for trace in _traces())
-
-
 def trace_of_primals(primals: Sequence[Any]) -> Any:
     """Return the trace in which a user's method must run."""
     # To linearize a primitive, JAX runs its JVP rule in a partial evaluation, with known primals and unknown tangents.
