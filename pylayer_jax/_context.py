@@ -42,11 +42,6 @@ class Outputs:
         # of its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
-    def with_types(self, types: list[Any]) -> Outputs:
-        copied = copy.copy(self)
-        copied.types = types
-        return copied
-
     @staticmethod
     def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
         tensors, skeleton = split(result)

@@ -366,8 +366,7 @@ def _stage_forward(
         positions = [position[id(x)] for x in residuals]
         if axes_of_output:
             values = [varying_over(axes_of_output.get(i, frozenset()), x) for i, x in enumerate(values)]
-            types = [typeof(x) for x in values[: len(outputs)]]
-            kept = dataclasses.replace(kept, outputs=kept.outputs.with_types(types))
+            kept.outputs.types = [typeof(x) for x in values[: len(outputs)]]
         return values, (kept, positions)
 
     return stage(forward, tensor_types, call.source, call.arguments.tensor_names())
