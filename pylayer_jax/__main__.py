@@ -12,7 +12,6 @@ import argparse
 import ast
 import contextlib
 import importlib
-import os
 import pkgutil
 import re
 import signal
@@ -29,17 +28,14 @@ from . import __version__, _demo
 from ._report import function_of
 from .testing import check_layer
 
-# Exit statuses that a shell reports when a signal ended a command.
-INTERRUPTED = 128 + 2  # SIGINT
-PIPE_CLOSED = 128 + 13  # SIGPIPE
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Return 0 if the demo reached its goals or the layer passed, else 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         passed, report = check(arguments[1:])
-        print(_printable(report))
+        encoding = sys.stdout.encoding or "utf-8"
+        print(report.encode(encoding, "namereplace").decode(encoding))  # a pipe on Windows cannot encode a tick
         return 0 if passed else 1
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
@@ -60,23 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"{error.name} is missing. The demo needs: pip install optax scikit-learn tqdm", file=sys.stderr)
         return 1
-
-
-def _printable(report: str) -> str:
-    """Replace ticks by words if the terminal cannot print them, as many on Windows cannot."""
-    try:
-        report.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        for mark, word in {"✓ ": "ok     ", "✗ ": "FAILED ", "– ": "-      "}.items():
-            report = report.replace(mark, word)
-        return report.encode("ascii", "replace").decode()
-    return report
-
-
-def _exit_after_interrupt(*_: object) -> None:
-    if sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), b"\n")  # start a new line after the progress bar
-    os._exit(INTERRUPTED)
 
 
 # -- check -----------------------------------------------------------------------------------------------
@@ -204,15 +183,10 @@ def _load(target: str) -> Any:
 
 
 if __name__ == "__main__":
-    # The C++ code of JAX swallows a KeyboardInterrupt while it compiles. So the signal handler exits.
+    # Ctrl-C ends the process, since the C++ code of JAX swallows a KeyboardInterrupt while it compiles. So does a
+    # reader of the output, such as `head`, that has exited.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_after_interrupt)
-    try:
-        try:
-            status = main()
-        finally:
-            sys.stdout.flush()  # if Python flushed at exit, a BrokenPipeError could not be caught
-    except BrokenPipeError:  # the process that reads the output, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = PIPE_CLOSED
-    sys.exit(status)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "SIGPIPE"):  # Windows has none
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main())

@@ -27,19 +27,10 @@ from ._context import (
 )
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.rule_function import batch_axis_to_front
-from ._jax.traces import (
-    PassThroughTrace,
-    TraceState,
-    current_trace,
-    is_active,
-    is_differentiated,
-    is_staging,
-    is_tracer,
-    set_current_trace,
-)
-from ._jax.types import as_array, is_array
-from ._messages import add_note, closed_over, describe, held_by, innermost, noting, plural, source_of, tensors_in
-from ._trees import contains, split
+from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
+from ._jax.types import as_array, is_array, is_tensor
+from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of, tensors_in
+from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -60,8 +51,6 @@ class VmapInfo(NamedTuple):
 
 class LayerCall:
     """One call of a layer, without the tensors."""
-
-    __slots__ = ("arguments", "layer", "name", "outputs", "saver")
 
     def __init__(self, layer: Any, arguments: Arguments) -> None:
         self.layer = layer
@@ -107,7 +96,6 @@ class LayerCall:
 
     def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
         """Run `forward`, and collect the residuals. `needs` has one bool per tensor."""
-        __tracebackhide__ = True
         ctx, result = self._call_forward(tensors, needs, is_staging())
         run = keep(ctx, result, self.layer)
         self.outputs = run.kept.outputs
@@ -123,7 +111,6 @@ class LayerCall:
 
     def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
         """Run `forward` on concrete values. It must not close over a value that is being differentiated."""
-        __tracebackhide__ = True
         # If the caller passed one array twice, copy it, so that `id()` distinguishes the arguments.
         originals: dict[int, Any] = {}
         if len(set(map(id, tensors))) < len(tensors):
@@ -161,9 +148,9 @@ class LayerCall:
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
         for argument in self.arguments.arguments if method == "forward" else ():
             for path, static in argument.skeleton.paths():
-                for name, value in held_by(static).items():
+                for name, value in closed_over(static).items() if callable(static) else ():
                     if any(map(is_tracer, tensors_in(value))):
-                        names[f"{name} (in argument {argument.name}{path})"] = name.lstrip(".")
+                        names[f"{name} (in argument {argument.name}{path})"] = name
         found = f": {', '.join(names)}" if names else ""
         example = next(iter(names.values()), "value")
         return jax.errors.UnexpectedTracerError(
@@ -179,7 +166,6 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], cotangents: Sequence[Any]
     ) -> list[Any]:
         """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
-        __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         cotangents = [
             as_array(c, t) if has else None
@@ -199,10 +185,8 @@ class LayerCall:
         # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
         backward = functools.partial(_host_layer.run_backward, self, needs) if layer.host is True else layer.backward
-        dead = [(x, name) for x, name in kept.held if not is_active(x)]
         try:
-            watch = set_current_trace(_Watch(self.name, dead)) if dead else _null_context
-            with in_backward(True) if may_be_transposed else _null_context, scope, watch:
+            with in_backward(True) if may_be_transposed else _null_context, scope:
                 result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
@@ -222,7 +206,6 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
@@ -245,27 +228,16 @@ class LayerCall:
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any], expected: Outputs) -> list[Any]:
         """Run `vmap`. Return its outputs in the order of `expected`, with the batch axis in front."""
-        __tracebackhide__ = True
         arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
 
         def vmap(_: Any, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
             return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
 
         with noting(self.name, "vmap"), self.scope("vmap", is_staging()):
             if self.layer.host:
-                result = _host_layer.run_vmap(self, axis, vmap, tensors)
-            else:
-                result = arguments.call("vmap", vmap, None, tensors)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise self.vmap_error(axis, result)
-        outputs, out_dims = result
-        try:
-            _, arrays, skeleton = Outputs.split(self.name, outputs)
-            dims = _dims_of_tensors(out_dims, outputs)
-            values = [batch_axis_to_front(axis, x, dim) for x, dim in zip(arrays, dims, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise self.vmap_error(axis, result, error) from error
+                return _host_layer.run_vmap(self, axis, vmap, tensors)
+            result = arguments.call("vmap", vmap, None, tensors)
+        skeleton, values = self.split_batch(axis, result, is_tensor, functools.partial(batch_axis_to_front, axis))
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
         found = {path: f"{x.dtype}{list(x.shape)}" for path, x in value_at.items()}
         types = zip(expected.skeleton.tensor_paths(), expected.types, strict=True)
@@ -278,38 +250,32 @@ class LayerCall:
             )
         return [value_at[path] for path in wanted]  # a dict may have its keys in another order
 
-    def vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
-        return ValueError(
+    def split_batch(
+        self, axis: Any, result: Any, is_output: Callable[[object], bool], to_front: Callable[[Any, Any], Any]
+    ) -> tuple[Skeleton, list[Any]]:
+        """Split what `vmap` returned, with the batch axis of each array in front."""
+        cause: Exception | None = None
+        if isinstance(result, tuple) and len(result) == 2:
+            try:
+                arrays, skeleton = split(result[0], is_output)
+                dims = _dims_of_tensors(result[1], result[0], is_output)
+                return skeleton, [to_front(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+            except (TypeError, ValueError) as error:
+                cause = error
+        raise ValueError(
             f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
-            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
-        )
+            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {cause or ''}"
+        ) from cause
 
 
-class _Watch(PassThroughTrace):
-    """Raises an error at an operation on a value of an ended trace. JAX's error, when it lowers, names nothing."""
-
-    def __init__(self, layer: str, dead: list[tuple[Any, str]]) -> None:
-        super().__init__(current_trace())
-        self.layer, self.dead = layer, dead
-
-    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
-        for name in [name for value, name in self.dead if contains(tracers, value)]:
-            raise jax.errors.UnexpectedTracerError(
-                f"{self.layer}.backward uses a traced value of a transformation that has returned: {name}. Keep the "
-                "value itself on ctx. A function with its values becomes a pytree by jax.tree_util.Partial."
-            )
-        with set_current_trace(self.parent_trace):
-            return primitive.bind(*tracers, **params)
-
-
-def _dims_of_tensors(out_dims: Any, outputs: Any) -> list[Any]:
+def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], bool]) -> list[Any]:
     """Return the batch axis of each tensor. An int or None in `out_dims` applies to a whole subtree."""
-    tensors, skeleton = split(outputs)
+    tensors, skeleton = split(outputs, is_output)
     if out_dims is None or isinstance(out_dims, int):
         return [out_dims] * len(tensors)
     if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
-        return [dim for pair in zip(out_dims, outputs, strict=True) for dim in _dims_of_tensors(*pair)]
+        pairs = zip(out_dims, outputs, strict=True)
+        return [dim for dims, output in pairs for dim in _dims_of_tensors(dims, output, is_output)]
     return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
 
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ._jax.traces import current_trace, has_named_axis, is_active, is_staging, is_tracer
+from ._jax.traces import current_trace, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
-from ._messages import describe, held_by, tensors_in
+from ._messages import closed_over, describe, tensors_in
 from ._trees import LEAF, Skeleton, contains, split
 
 # -- outputs of `forward` -------------------------------------------------------------------------------------
@@ -26,8 +25,6 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 class Outputs:
     """The structure and the types of the outputs of one run of `forward`, without the arrays."""
-
-    __slots__ = ("groups", "has_tangent", "is_sequence", "marked", "shardings", "skeleton", "types")
 
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
@@ -44,11 +41,6 @@ class Outputs:
         # Zeros for the cotangent of an uncommitted array may be on any device, and those of a tracer get the sharding
         # of its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
-
-    def with_types(self, types: list[Any]) -> Outputs:
-        copied = copy.copy(self)
-        copied.types = types
-        return copied
 
     @staticmethod
     def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
@@ -318,7 +310,6 @@ class SavedContext:
     n_residuals: int
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
-    held: Sequence[tuple[Any, str]] = ()  # each tracer that a function or object holds, and where
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, of_values: Sequence[str | None]) -> list[str]:
@@ -344,9 +335,6 @@ class ForwardResult(NamedTuple):
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     state = ctx._state
-    if not hasattr(result, "dtype") and has_named_axis() and not (parts := split(result))[0]:
-        # In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` is a Python number. tests: contract/test_vmap.py
-        result = parts[1].fill([], lambda x: jnp.asarray(x) if type(x) in (int, float, complex) else x)
     tensors, arrays, skeleton = Outputs.split(state.layer, result)
     if state.must_return:
         check_returned(state, tensors)
@@ -357,7 +345,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         # `forward` may have changed the array in place after the copy was made.
         if id(array) in output_of and array.tobytes() == own.tobytes():
             output_of[id(own)] = output_of[id(array)]
-    residuals, held = list[Any](), list[tuple[Any, str]]()
+    residuals = list[Any]()
     # From (is_saved, id of a tensor) to its index in `residuals`. A tensor that is saved and also an attribute of `ctx`
     # is two residuals, because hooks pack only saved tensors.
     index_of: dict[tuple[bool, int], int] = {}
@@ -368,7 +356,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         """Add the tensors of a value. Refuse tracers of an ended trace, and functions that close over tracers."""
         tensors, skeleton = split(value, is_tensor_or_ref)
         if len(skeleton.leaves) > len(tensors):
-            held.extend(_tracers_held(skeleton, name, state.layer))
+            _refuse_closures(skeleton, name, state.layer)
         if output_of:
             tensors = [output_of.get(id(x), x) for x in tensors]
         for x in tensors:
@@ -387,7 +375,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
     counts = len(state.saved or ()), n_saved, len(residuals)
-    kept = SavedContext(outputs, state.materialize, saved, *counts, attributes, saved_for_jvp, held)
+    kept = SavedContext(outputs, state.materialize, saved, *counts, attributes, saved_for_jvp)
     return ForwardResult(kept, arrays, as_arrays(residuals))
 
 
@@ -443,17 +431,14 @@ def _ended_error(call: str, layer: str) -> ValueError:
     )
 
 
-def _tracers_held(skeleton: Skeleton, name: str, layer: str) -> list[tuple[Any, str]]:
-    """Return the tracers that functions and objects hold. In a function, those of `forward` itself are an error."""
-    trace, found = current_trace(), list[tuple[Any, str]]()
+def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
+    """Raise an error if a function among the statics closes over a traced value of `forward`."""
+    trace = current_trace()
     for path, leaf in skeleton.paths():
-        for own, value in held_by(leaf).items() if callable(leaf) or hasattr(leaf, "__dict__") else ():
-            traced = [(x, f"{own.lstrip('.')} (held by {name}{path})") for x in tensors_in(value) if is_tracer(x)]
-            if not own.startswith(".") and any(x._trace is trace for x, _ in traced):
+        for value in closed_over(leaf).values() if callable(leaf) else ():
+            if any(is_tracer(x) and x._trace is trace for x in tensors_in(value)):
                 raise ValueError(
                     f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be "
                     "kept for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and "
                     "build the function in backward."
                 )
-            found += traced
-    return found

@@ -21,11 +21,11 @@ from ._jax.types import as_arrays, explicit_sharding, is_ref, types_of
 from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
 from ._messages import closed_over, once_differentiable_error, source_of, tensors_in
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 
 class TracedCall:
     """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves."""
-
-    __slots__ = ("call", "is_deferred", "maps", "staged")
 
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
@@ -36,7 +36,6 @@ class TracedCall:
 
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Return the staged `forward` and its consts. In a fwd rule, a derivative of `tensors` is a second one."""
-        __tracebackhide__ = True
         key = tuple(types_of(tensors))
         if (staged := self.staged.get(key)) is not None:
             return staged, []
@@ -50,7 +49,6 @@ jax.tree_util.register_static(TracedCall)
 
 
 def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
-    __tracebackhide__ = True
     call, needs = traced_call.call, [False] * len(tensors)
     if call.arguments.ref_mask:
         return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
@@ -64,7 +62,6 @@ def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
 
 
 def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    __tracebackhide__ = True
     call = traced_call.call
     tensors = [p.value for p in primals]
     needs = [p.perturbed for p in primals]
@@ -109,7 +106,6 @@ def _remember(
 
 
 def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    __tracebackhide__ = True
     traced_call, arrays = residuals[0], residuals[1:]
     number = arrays[-1].shape[0] if traced_call.is_deferred else 0
     # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
@@ -135,7 +131,6 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    __tracebackhide__ = True
     call = traced_call.call
     tensors = tuple(as_arrays(tensors))
     needs = [True] * len(tensors)

@@ -20,8 +20,6 @@ from ._trees import split
 class FunctionCtx(PyLayerContext):
     """The context of a `Function`: a `PyLayerContext` with the additional methods of torch's context."""
 
-    __slots__ = ()
-
     def save_for_backward(self, *tensors: Any) -> None:
         """Save tensors (or None) for `backward`, which reads them as `ctx.saved_tensors`. A later call replaces them.
 

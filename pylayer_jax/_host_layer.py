@@ -21,8 +21,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
@@ -37,7 +35,6 @@ from ._context import (
     backward_context,
     check_returned,
     copy_container,
-    is_none,
     positions_of_kept,
 )
 from ._gradients import coerce, match_gradients
@@ -63,7 +60,6 @@ LayerCall = Any  # the class in `_call.py`, which imports this module
 
 MOST_BYTES = 2**30  # of the contexts of one place, each of which counts for at least `_SIZE`
 _SIZE: Final = 2**20
-SECONDS = 5  # after which an example is slow
 _MOST_EXAMPLES: Final = 64  # of one class, since each call may pass a new lambda
 _NUMBER: Final = "_number"  # an attribute of ctx with host = "forward"
 _store = HostStore()  # of all layers
@@ -241,40 +237,21 @@ def _make_example(place: _Place) -> _Run:
         types = [np.asarray(x) if _is_output(x) else x for x in leaves]
         return _Run(skeleton, types, [False] * len(types), True, None).example()
     try:
-        with eval_context(), np.errstate(all="ignore"), _warning_if_slow(call):
+        with eval_context(), np.errstate(all="ignore"):
             example = place.run(_example_arrays(call)).example()
             if not example.arrays:
                 raise ValueError(f"it returned {example.shown() or None}: expected at least one array or number.")
             return example
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # of a user who waits for code that does not end
         types = ", ".join(f"{t.dtype}{list(t.shape)}" for t in call.arguments.types)
         error.add_note(
-            f"{call.name}.forward raised this error on example arrays ({types}), which show the types of the results "
-            "before a compiled program runs. If it needs particular values, such as a positive definite matrix, add to "
-            "the class: @staticmethod def example(x): return ... It gets the arguments of apply, and returns arrays of "
-            "the same shapes and dtypes. Or declare the results: @staticmethod def result_types(x): return "
-            "jax.ShapeDtypeStruct(x.shape, x.dtype)."
+            f"This happened in a run of {call.name}.forward on example arrays ({types}), which shows the types of the "
+            "results before a compiled program runs. If it needs particular values, such as a positive definite "
+            "matrix, add to the class: @staticmethod def example(x): return ... It gets the arguments of apply, and "
+            "returns arrays of the same shapes and dtypes. Or declare the results: @staticmethod def result_types(x): "
+            "return jax.ShapeDtypeStruct(x.shape, x.dtype)."
         )
         raise
-
-
-@contextlib.contextmanager
-def _warning_if_slow(call: LayerCall) -> Generator[None]:
-    # Code that never ends would hang in silence. (No thread can warn while C code holds the lock of Python.)
-    message = (
-        f"{call.name}.forward has run for {SECONDS} seconds on example arrays (random numbers from 0 to 1, unless the "
-        "class has a method example), which show the types of the results. If it does not end, add to the class: "
-        "@staticmethod def example(x): return ... It gets the arguments of apply, and returns other arrays. With "
-        "host = True, you may instead declare the results: @staticmethod def result_types(x): return "
-        "jax.ShapeDtypeStruct(x.shape, x.dtype)."
-    )
-    timer = threading.Timer(SECONDS, warnings.warn, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
@@ -404,20 +381,17 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
 
-def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
     example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
+
+    def to_front(x: Any, dim: int | None) -> np.ndarray:
+        return np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         with _refusing_tracers(call, "vmap"):
             result = call.arguments.call("vmap", vmap, None, [np.array(x) for x in arrays])
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise call.vmap_error(axis, result)
-        leaves, skeleton = split(result[0], _is_output)
-        dims = skeleton.flatten_up_to(jax.tree.broadcast(result[1], result[0], is_leaf=is_none))
-        pairs = zip(leaves, dims, strict=True)
-        batch = [np.stack([x] * axis.size) if d is None else np.moveaxis(np.asarray(x), d, 0) for x, d in pairs]
+        skeleton, batch = call.split_batch(axis, result, _is_output, to_front)
         return example.values_of(example._replace(skeleton=skeleton, arrays=batch), (axis.size,))
 
     batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in example.arrays]
-    values, _ = _bind(call, "vmap", run, batch, tensors)
-    return example.skeleton.fill(values), 0
+    return _bind(call, "vmap", run, batch, tensors)[0]

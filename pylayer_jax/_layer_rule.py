@@ -62,6 +62,8 @@ from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, va
 from ._messages import NotLinearError, noting, once_differentiable_error
 from ._trees import contains
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 # -- linear maps -------------------------------------------------------------------------------------------------
 
 
@@ -87,15 +89,12 @@ class LayerMap(LinearMap):
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
 
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         if self.call.layer._jvp_method() is not None:
             residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
             pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
@@ -104,11 +103,9 @@ class LayerMap(LinearMap):
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
 
     def _evaluate_by_transposing(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         name = self.call.name
 
         def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
-            __tracebackhide__ = True
             gradients = self.transpose(residuals, cotangents)
             nonzero = [g is not None for g in gradients]
             return select(gradients, nonzero), nonzero
@@ -135,7 +132,6 @@ class LayerMap(LinearMap):
             ) from error
 
     def check_derivative(self) -> None:
-        __tracebackhide__ = True
         # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
         # silently, in spite of @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
@@ -173,13 +169,11 @@ class CodeMap(LinearMap):
         return function
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         function, primals = self._function(residuals, self.targets), select(residuals, self.perturbed)
         with noting(self.name, "forward"):
             return list(jax.jvp(function, primals, list(tangents))[1])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         used = [c is not None for c in cotangents]
         function, primals = self._function(residuals, select(self.targets, used)), select(residuals, self.perturbed)
         with noting(self.name, "forward"):
@@ -248,14 +242,12 @@ class StagedLayer(_hooks.LayerFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Pack only in a copy that `packing` made, and not in eager forward mode, which keeps no residuals."""
-        __tracebackhide__ = True
         if self.without_packing is None:
             return self.differentiate(primals, tangents, packs=False)
         return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Return the results and their tangents. If `packs`, the hooks around the call pack saved tensors."""
-        __tracebackhide__ = True
         n = self.n_consts
         if any(t is not None for t in tangents[:n]):
             raise self.call.closed_over_error()
@@ -294,7 +286,6 @@ class StagedLayer(_hooks.LayerFunction):
         n = self.n_consts
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
-            __tracebackhide__ = True
             outputs = self.call.run_vmap(axis, dims[n:], args[n:], self.kept.outputs)
 
             def intermediates(*known: Any) -> Values:
@@ -319,7 +310,6 @@ def stage_layer(
     call: LayerCall, tensor_types: Sequence[Any], tensors: Sequence[Any] = ()
 ) -> tuple[StagedLayer, Values]:
     """Stage `forward` for inputs of these types. Return the staged function, and the closed-over values."""
-    __tracebackhide__ = True
     try:
         jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, {})
         if missing := _missing_axes(jaxpr, kept.outputs):
@@ -360,11 +350,9 @@ def _stage_forward(
 
     The third result are the saved context, and the positions of the residuals in [*inputs, *outputs, *intermediates].
     """
-    __tracebackhide__ = True
     axes = frozenset[Any]().union(*axes_of_output.values())
 
     def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
-        __tracebackhide__ = True
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, [True] * len(inputs))
@@ -378,8 +366,7 @@ def _stage_forward(
         positions = [position[id(x)] for x in residuals]
         if axes_of_output:
             values = [varying_over(axes_of_output.get(i, frozenset()), x) for i, x in enumerate(values)]
-            types = [typeof(x) for x in values[: len(outputs)]]
-            kept = dataclasses.replace(kept, outputs=kept.outputs.with_types(types))
+            kept.outputs.types = [typeof(x) for x in values[: len(outputs)]]
         return values, (kept, positions)
 
     return stage(forward, tensor_types, call.source, call.arguments.tensor_names())
@@ -412,11 +399,9 @@ class EagerLayer(RuleFunction):
         self.call, self.name = call, call.name
 
     def run(self, *args: Any) -> Values:
-        __tracebackhide__ = True
         return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
         packs = _hooks.keeps_residuals(tangents)  # this depends on JAX's trace, which the next line leaves
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
@@ -430,7 +415,6 @@ class EagerLayer(RuleFunction):
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
-        __tracebackhide__ = True
         staged, consts = stage_layer(self.call, self.call.arguments.types)
         all_dims, all_types = [*(None for _ in consts), *dims], [*map(typeof, consts), *types]
         batched, more, out_dims = staged.packing().batch(axis, all_dims, all_types)
@@ -440,7 +424,6 @@ class EagerLayer(RuleFunction):
 def _outputs_and_tangents(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
 ) -> tuple[Values, Values]:
-    __tracebackhide__ = True
     needs = [t is not None for t in tangents]
     linear, outputs, residuals = linearize(call, run, inputs, needs, packs)
     pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
@@ -451,7 +434,6 @@ def linearize(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
 ) -> tuple[LayerMap, Values, Values]:
     """Return the linear map of a run of `forward`, the outputs, and the residuals, packed if `packs`."""
-    __tracebackhide__ = True
     kept, outputs, residuals = run
     n = kept.n_saved
     if not any(kept.outputs.has_tangent):

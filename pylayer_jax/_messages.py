@@ -61,20 +61,6 @@ def closed_over(function: Any) -> dict[str, Any]:
     return values
 
 
-def held_by(value: Any) -> dict[str, Any]:
-    found = closed_over(value) if callable(value) else {}
-    owner: Any = getattr(value, "__self__", value)  # the object of a bound method
-    functions = types.FunctionType, types.BuiltinFunctionType, functools.partial
-    if isinstance(owner, (type, types.ModuleType, *functions)) or hasattr(owner, "__wrapped__"):  # a jitted function
-        return found
-    slots: list[Any] = [vars(kind).get("__slots__", ()) for kind in type(owner).__mro__]
-    names = [name for x in slots for name in ((x,) if isinstance(x, str) else x)]
-    with contextlib.suppress(Exception):  # objects of the user may refuse to be read
-        found |= {f".{name}": x for name, x in getattr(owner, "__dict__", {}).items()}
-        found |= {f".{name}": getattr(owner, name) for name in names if hasattr(owner, name)}
-    return found
-
-
 def tensors_in(value: Any) -> list[Any]:
     return split(value)[0] if is_tensor(value) or type(value) in (list, tuple, dict) else []
 

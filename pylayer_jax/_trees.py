@@ -37,8 +37,6 @@ class Skeleton:
     A `_Dict` takes the place of each dict: JAX sorts the keys of a dict, and refuses keys that cannot be sorted.
     """
 
-    __slots__ = ("leaf_paths", "leaves", "size", "treedef")
-
     def __init__(self, treedef: Any, leaves: list[Any], leaf_paths: Sequence[Any], size: int) -> None:
         self.treedef = treedef
         self.leaves = leaves
@@ -125,8 +123,6 @@ class Skeleton:
 class _Dict:
     """The skeleton of a dict within a pytree. The keys keep their order, and need not be sortable."""
 
-    __slots__ = ("children", "keys", "like")
-
     def __init__(self, like: Any, keys: list[Any], children: list[Skeleton]) -> None:
         self.like = like  # an empty dict or defaultdict, as a template
         self.keys = keys
@@ -212,8 +208,6 @@ def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skel
 
 class WeakTable:
     """A table whose keys are objects. It compares them by identity, and keeps none alive."""
-
-    __slots__ = ("_entries",)
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], Any], Any]] = {}

@@ -562,8 +562,6 @@ class _Folder:
 
 
 class _File:
-    __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
-
     def __init__(self, folder: _Folder, x: np.ndarray) -> None:
         self._folder = folder  # this reference keeps the folder as long as its files
         self._shape, self._dtype = x.shape, x.dtype

@@ -27,6 +27,8 @@ from .jaxprs import evaluate_jaxpr, lower_jaxpr, operations, outside_effects, st
 from .traces import DebugInfo, Jaxpr, Primitive, ad, batching, current_trace, is_batched, is_named, mlir
 from .types import batched_type, has_tangent, tangent_type, typeof, types_of, with_varying_axes, zeros_of
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 # -- lists with masks ----------------------------------------------------------------------------------
 
 
@@ -90,7 +92,6 @@ class ObjectPrimitive(Primitive):
         self.jaxpr_name = jaxpr_name  # the parameter for the jaxpr of the payload
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
-            __tracebackhide__ = True
             given = [None if type(t) is ad.Zero else t for t in tangents]
             values, found = _payload(payload).jvp_rule(primals, given)
             return values, [
@@ -98,7 +99,6 @@ class ObjectPrimitive(Primitive):
             ]
 
         def transpose(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
-            __tracebackhide__ = True
             given = [None if type(c) is ad.Zero else c for c in cotangents]
             found = _payload(payload).transpose_rule([None if is_undefined(x) else x for x in args], given)
             return [
@@ -107,18 +107,15 @@ class ObjectPrimitive(Primitive):
             ]
 
         def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, payload: Any, **params: Any) -> Any:
-            __tracebackhide__ = True
             if all(d is None for d in dims) and not is_named(axis):
                 values = self.bind(*args, payload=payload, **params)
                 return values, [None] * len(values)
             return _payload(payload).batch_rule(axis, args, dims)
 
         def evaluate(*args: Any, payload: Any, **_: Any) -> Any:
-            __tracebackhide__ = True
             return _payload(payload).evaluate_rule(*args)
 
         def lower(context: Any, *args: Any, payload: Any, **_: Any) -> Any:
-            __tracebackhide__ = True
             return _payload(payload).lower_rule(context, *args)
 
         named_rule: Any = jvp
@@ -135,7 +132,6 @@ class ObjectPrimitive(Primitive):
         mlir.register_lowering(self, lower, cacheable=False)
 
     def bind(self, *args: Any, payload: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
-        __tracebackhide__ = True
         if subfuns:
             return self.evaluate_checked(_payload(payload), *subfuns, *args)
         if type(payload) is tuple:  # the parameter of an equation, which JAX binds again
@@ -214,7 +210,6 @@ class RuleFunction:
         return not uses_own_refs(self.jaxpr)
 
     def run(self, *args: Any) -> Values:
-        __tracebackhide__ = True
         return evaluate_jaxpr(self.jaxpr, *args)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -227,7 +222,6 @@ class RuleFunction:
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         """Return the batched function, the values that it closes over (its first operands), and its out axes."""
-        __tracebackhide__ = True
         batched = BatchedFunction(self, axis, dims)
         batched.jaxpr, consts, batched.out_dims = stage(self.run_batch(axis, dims), types, self.name)
         batched.n_consts = len(consts)
@@ -246,7 +240,6 @@ class RuleFunction:
         any_batched = any(d is not None for d in dims)
 
         def one(*args: Any) -> tuple[Values, Values]:
-            __tracebackhide__ = True
             values, trace = self.run(*args), current_trace()
             differs = [is_batched(x) and x._trace is trace for x in values]
             all_batched = any_batched or any(differs)
@@ -256,7 +249,6 @@ class RuleFunction:
             return batched, shared
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
-            __tracebackhide__ = True
             batched, shared = vmap_over(axis, one, tuple(dims), (0, None))(*args)
             out_dims = [None if x is None else 0 for x in batched]
             return [s if b is None else b for b, s in zip(batched, shared, strict=True)], out_dims
@@ -264,7 +256,6 @@ class RuleFunction:
         return run
 
     def evaluate_rule(self, *args: Any) -> Values:
-        __tracebackhide__ = True
         return self.run(*args)
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
@@ -274,7 +265,6 @@ class RuleFunction:
         return [v.aval for v in self.jaxpr.outvars], outside_effects(self.jaxpr)
 
     def jvp_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
         nonzero = [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
         if any(nonzero):
             return self.rule(primals, [t if is_set else None for is_set, t in zip(nonzero, tangents, strict=True)])
@@ -282,11 +272,9 @@ class RuleFunction:
         return values, [None] * len(values)
 
     def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         return self.transpose(self.jaxpr, args, cotangents)
 
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-        __tracebackhide__ = True
         types = [typeof(x) for x in args]
         batched, consts, out_dims = self.batch(axis, dims, types)
         if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
@@ -313,7 +301,6 @@ class BatchedFunction(RuleFunction):
         return outside_effects(inner) != outside_effects(batched) or operations(inner) != operations(batched)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
         n, dims = self.n_consts, self.dims
         if any(t is not None for t in tangents[:n]):
             raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
@@ -345,7 +332,6 @@ class UnstagedBatch(BatchedFunction):
     """A batched function that is not staged, with batch axis 0 for every value."""
 
     def run(self, *args: Any) -> Values:
-        __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
@@ -353,7 +339,6 @@ class UnstagedBatch(BatchedFunction):
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
-    __tracebackhide__ = True
     return rule_function_p.bind(*operands, payload=function)
 
 
@@ -379,25 +364,21 @@ class LinearMap:
         """Raise an error if the derivative with respect to the residuals is forbidden."""
 
     def evaluate_rule(self, *args: Any) -> Values:
-        __tracebackhide__ = True
         return self.evaluate(args[: self.n_residuals], args[self.n_residuals :])
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
-        __tracebackhide__ = True
         return mlir.lower_fun(self.evaluate_rule, multiple_results=True)(context, *args)
 
     def abstract_rule(self) -> tuple[list[Any], Any]:
         return list(self.types), frozenset()
 
     def jvp_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
         n = self.n_residuals
         nonzero = [t is not None for t in tangents]
         if any(nonzero[:n]):
             self.check_derivative()
 
             def evaluate(*moving: Any) -> Values:
-                __tracebackhide__ = True
                 return self.evaluate_rule(*merge(nonzero, moving, primals))
 
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
@@ -408,12 +389,10 @@ class LinearMap:
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
 
     def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         n, nonzero = self.n_residuals, [c is not None for c in cotangents]
         return [*[None] * n, *self.transpose(args[:n], cotangents)] if any(nonzero) else [None] * len(args)
 
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-        __tracebackhide__ = True
         n = self.n_residuals
         # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples.
         # Do so even if the axis only has a name, over which `backward` may call `jax.lax.psum`.
@@ -432,11 +411,9 @@ class BatchedMap(LinearMap):
         self.types = [batched_type(axis, t) for t in inner.types]
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.evaluate, (self.dims, 0), 0)(list(residuals), list(tangents))
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.transpose, (self.dims, 0), 0)(list(residuals), list(cotangents))
 
     def check_derivative(self) -> None:
@@ -444,7 +421,6 @@ class BatchedMap(LinearMap):
 
 
 def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-    __tracebackhide__ = True
     return linear_map_p.bind(*residuals, *tangents, payload=linear)
 
 

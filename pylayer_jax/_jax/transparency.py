@@ -39,6 +39,8 @@ from .traces import (
 )
 from .types import typeof
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 # -- parts of a function -------------------------------------------------------------------------------
 
 
@@ -55,7 +57,6 @@ class PartialFunction(RuleFunction):
         self.n_residuals, self.positions = n_residuals, list(positions)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
         n = self.n_residuals
         values = apply(self, primals)
         if all(t is None for t in tangents[n:]):
@@ -158,7 +159,6 @@ partial_eval.dce_rules[rule_function_p] = _drop_unused
 
 
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
-    __tracebackhide__ = True
 
     # `checkify` has replaced the equation by its operations. JAX would differentiate these, not apply the rule.
     error = lambda: TypeError(  # noqa: E731
@@ -256,7 +256,6 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     """Bind an `Identity` for the unknown operands only, so that JAX never transposes it for some operands."""
-    __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = payload_of_params(params)
     if not isinstance(function, Identity) or all(unknown) or not any(unknown):

@@ -13,9 +13,9 @@ import jax
 
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._messages import OnceDifferentiableError, plural
-from pylayer_jax._report import progress
+from pylayer_jax._report import html_table, progress
 
-from . import _consistency, _derivatives
+from . import _properties
 from ._subject import (
     Cases,
     MismatchError,
@@ -106,7 +106,7 @@ def check_layer(
     subject = Subject(function, expected, Options(rtol=rtol, atol=atol, seed=seed, float64=float64))
     rows: list[Row] = []
     with progress() as show:
-        for name, check in {"eager": _consistency.check_eager, **checks}.items():
+        for name, check in {"eager": _properties.check_eager, **checks}.items():
             rows.append(_row_of(name, check(subject)))
             show(str(rows[-1]))
             if not rows[0].passed:
@@ -119,19 +119,19 @@ def check_layer(
 
 
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
-    "jit": functools.partial(_consistency.check_transform, jax.jit, " of jit"),
-    "vmap": _consistency.check_vmap,
-    "remat": functools.partial(_consistency.check_transform, jax.checkpoint, " of jax.checkpoint"),
-    "shard_map": _consistency.check_shard_map,
-    "gradients": _derivatives.check_gradients,
-    "second order": _derivatives.check_second_order,
-    "forward mode": _derivatives.check_forward_mode,
-    "forward over reverse": _derivatives.check_forward_over_reverse,
-    "arguments": _consistency.check_arguments,
-    "cotangents": _consistency.check_cotangents,
-    "linear": _consistency.check_linear,
-    "repeatable": _consistency.check_repeatable,
-    "leaks": _consistency.check_leaks,
+    "jit": functools.partial(_properties.check_transform, jax.jit, " of jit"),
+    "vmap": _properties.check_vmap,
+    "remat": functools.partial(_properties.check_transform, jax.checkpoint, " of jax.checkpoint"),
+    "shard_map": _properties.check_shard_map,
+    "gradients": _properties.check_gradients,
+    "second order": _properties.check_second_order,
+    "forward mode": _properties.check_forward_mode,
+    "forward over reverse": _properties.check_forward_over_reverse,
+    "arguments": _properties.check_arguments,
+    "cotangents": _properties.check_cotangents,
+    "linear": _properties.check_linear,
+    "repeatable": _properties.check_repeatable,
+    "leaks": _properties.check_leaks,
 }
 
 
@@ -179,10 +179,9 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def _repr_html_(self) -> str:
-        rows = ["".join(f"<td>{html.escape(x)}</td>" for x in (row.mark, row.name, row.message)) for row in self.rows]
-        body = "".join(f'<tr style="text-align: left">{row}</tr>' for row in rows)
+        rows = [[row.mark, row.name, row.message] for row in self.rows]
         hints = "".join(f"<p>{html.escape(hint)}</p>" for hint in self.hints())
-        return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
+        return html_table(["", "property", ""], rows, f"check_layer of {self.layer}") + hints
 
     def hints(self) -> list[str]:
         failed = [row for row in self.rows if not row.passed]
@@ -246,12 +245,12 @@ def _row_of(name: str, cases: Cases) -> Row:
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------
 
 _CHECKS_OF_GRADIENTS = (
-    _derivatives.check_gradients,
-    _consistency.check_repeatable,
-    _consistency.check_cotangents,
-    _consistency.check_arguments,
-    _consistency.check_linear,
-    _consistency.check_leaks,
+    _properties.check_gradients,
+    _properties.check_repeatable,
+    _properties.check_cotangents,
+    _properties.check_arguments,
+    _properties.check_linear,
+    _properties.check_leaks,
 )
 _ORDERS = ("values", "first order", "second order", "third order")
 
@@ -360,8 +359,7 @@ def assert_equivalent(
     rounding is 0. The checks are those of `gradcheck`, also for random values.
 
     The layer may run on several devices; the reference runs on one, and each device's copy of a result is compared with
-    its result. The message reports a factor by which all entries are wrong, such as the number of devices. Pass
-    arguments whose entries differ, because equal shards hide mistakes.
+    its result. Pass arguments whose entries differ, because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
@@ -389,7 +387,7 @@ def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[i
     for order in range(max(orders) + 1):
         if order > 1:
             subject = subject.derivative
-        checks = _CHECKS_OF_GRADIENTS if order else (_derivatives.check_outputs,)
+        checks = _CHECKS_OF_GRADIENTS if order else (_properties.check_outputs,)
         try:
             for check in checks if order in orders else ():
                 run_check(check(subject))

@@ -292,7 +292,7 @@ def compare(case: Case) -> None:
             raise MismatchError(
                 f"{label}{f' at index {index}' if index else ''} is {got_numbers[index]:.6g}, but "
                 f"{numbers[index]:.6g} {case.source} ({tolerance}); wrong at {np.sum(wrong)} of "
-                f"{np.sum(~np.isnan(numbers) | wrong)} places.{_about_ratio(got_numbers, numbers)}"
+                f"{np.sum(~np.isnan(numbers) | wrong)} places."
             )
         # Under `shard_map` with check_vma=False, devices may hold different copies of a replicated array.
         is_spread = isinstance(got, jax.Array) and not is_key(got) and len(got.sharding.device_set) > 1
@@ -308,17 +308,6 @@ def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
         except MismatchError as error:
             return error
     return None
-
-
-def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
-    """Return a sentence if all entries are wrong by one factor, such as the number of devices, or ""."""
-    size = float(np.sum(np.abs(expected) ** 2))
-    if not (size and np.isfinite(size) and np.all(np.isfinite(got)) and np.count_nonzero(expected) > 1):
-        return ""
-    ratio = np.real(np.sum(got * np.conj(expected))) / size
-    deviation = np.max(np.abs(got - ratio * expected)) / np.max(np.abs(expected))
-    is_constant = deviation <= min(1e-3 * abs(ratio), 0.1 * abs(ratio - 1))
-    return f" It is {ratio:.3g} times the right value everywhere." if is_constant and f"{ratio:.3g}" != "1" else ""
 
 
 def exact(x: Any) -> np.ndarray:

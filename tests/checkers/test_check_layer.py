@@ -225,7 +225,7 @@ def test_the_report_is_a_line_per_property():
 def test_a_notebook_shows_a_table():
     report = check_layer(lambda x: WrongSign.apply(x), X, skip=all_but("jit", "gradients"), raises=False)
     table = report._repr_html_()
-    assert table.count("<tr") == len(report.rows)
+    assert table.count("<tr") == 1 + len(report.rows)
     assert all(f"<td>{row.mark}</td><td>{row.name}</td>" in table for row in report)
     assert "&lt;lambda&gt;" in table
     assert "reference=FUNCTION" in table  # the hints

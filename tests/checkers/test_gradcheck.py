@@ -53,10 +53,6 @@ def test_an_error_tells_both_values_the_place_and_the_tolerance():
 
     with pytest.raises(AssertionError, match=r"args\[0\]\['w'\] at index \(1, 2\).*1 of 6"):
         gradcheck(wrong, ({"w": X, "scale": jnp.float32(2)},))
-    for x, is_said in ((X, True), (X[0, :1], False)):  # a common factor is said of several entries alone
-        with pytest.raises(AssertionError) as error:
-            gradcheck(WrongSign, (x,))
-        assert ("-1 times the right value" in str(error.value)) == is_said
 
 
 def test_one_wrong_entry_of_many_is_named():

@@ -337,8 +337,8 @@ def test_backward_gets_the_cotangent_of_each_example_for_a_shared_argument(forwa
 
 
 @EAGER_AND_JIT
-@pytest.mark.parametrize("value", [2.0, 2, np.float32(2), jnp.float32(2)])
-def test_the_sum_of_a_number_that_all_examples_share(mode, value):
+@pytest.mark.parametrize("value", [np.float32(2), jnp.float32(2)])
+def test_the_sum_of_a_scalar_that_all_examples_share(mode, value):
     made = layer(lambda ctx, x: jax.lax.psum(x, "i"))
     for out_axes, expected in ((None, 8), (0, [8] * 4)):
         f = jax.vmap(lambda _, x: mode(made.apply)(x), (0, None), out_axes, axis_name="i")

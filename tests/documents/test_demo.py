@@ -22,11 +22,11 @@ def standard_promotion():
 
 
 def test_the_demo_reports_accuracy_gradients_and_saved_tensors(capsys):
-    assert __main__.main(["--epochs", "8"]) == 0
+    assert __main__.main(["--epochs", "10"]) == 0
     out, errors = capsys.readouterr()
     assert "training" not in errors  # no progress bar in a file or a pipe
     accuracy = float(out.split("Test accuracy: ")[1].split("%")[0])
-    assert accuracy > 85
+    assert accuracy >= 95
     assert "(at most 1e-05: yes)" in out
     saved = [line.split() for line in out.split("Saved for backward")[1].splitlines()]
     assert ["Swish", "loss/logits", "saved[0]", "float32[64,64]", "1", "16,384"] in [row[:6] for row in saved]
@@ -37,22 +37,13 @@ def test_the_demo_reports_accuracy_gradients_and_saved_tensors(capsys):
     assert int(kept.replace(",", "")) < 0.6 * int(plain.replace(",", ""))
 
 
-@pytest.mark.slow
-def test_too_few_epochs_are_no_failure(capsys, monkeypatch):
-    assert __main__.main(["--epochs", "1", "--quiet"]) == 0
-    out = capsys.readouterr().out
-    assert "4-bit weights (too few epochs to judge: 95% needs about 10)" in out
-    assert "NO" not in out
-    monkeypatch.setattr(__main__._demo, "ENOUGH_EPOCHS", 1)
-    assert __main__.main(["--epochs", "1", "--quiet"]) == 1
-    assert "(at least 95%: NO)" in capsys.readouterr().out
-
-
 def test_wrong_gradients_fail_the_job(capsys, monkeypatch):
     swish = __main__._demo.Swish
     monkeypatch.setattr(swish, "backward", staticmethod(lambda ctx, dy: dy))
     assert __main__.main(["--epochs", "1", "--quiet"]) == 1
-    assert "(at most 1e-05: NO)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "(at least 95%: NO)" in out
+    assert "(at most 1e-05: NO)" in out
 
 
 def test_missing_extra_says_what_to_install(capsys, monkeypatch):
@@ -89,7 +80,7 @@ def test_a_reader_that_leaves_gets_no_traceback(arguments):
         errors = job.stderr.read()
     assert "Error" not in errors
     assert "Traceback" not in errors
-    assert job.returncode == 141  # as a shell reports a command that SIGPIPE ended
+    assert job.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.slow
@@ -112,7 +103,7 @@ def test_ctrl_c_gives_no_traceback():
         job.kill()
         job.wait()
         os.close(terminal)
-    assert job.returncode == 130
+    assert job.returncode == -signal.SIGINT
     assert b"Traceback" not in shown
     assert b"KeyboardInterrupt" not in shown
 
