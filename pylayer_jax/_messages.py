@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import jax
+import numpy as np
 
 from ._jax.linearity import NotLinearError as NotLinearError  # beside the other errors
 from ._jax.traces import NEEDS_VALUES
@@ -310,9 +311,9 @@ class NoForwardModeError(TypeError):
         )
 
 
-def bytes_of(memory: float | str, owner: str) -> float:
-    if isinstance(memory, (int, float)) and memory >= 0:
-        return memory
+def bytes_of(memory: Any, owner: str) -> float:
+    if isinstance(memory, (int, float, np.integer, np.floating)) and not isinstance(memory, bool) and memory >= 0:
+        return float(memory)
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(I?))?B\s*", str(memory).upper())
     if match is None:
         raise ValueError(

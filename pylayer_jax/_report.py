@@ -289,8 +289,9 @@ def _residual(program: Program, variable: Any, source: Source) -> _Residual:
 
 def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any) -> SavedTensor:
     """Return the row of a recomputed tensor; `variable` is the empty array that its `Mark` returned."""
-    mark, shape = source.function, list(source.aval.shape)
-    del shape[shape.index(0)]  # a `Mark` adds an axis of length 0 to the shape of its tensor
+    mark, shape, all_parts = source.function, list(source.aval.shape), list(variable.aval.shape)
+    for lengths in (shape, all_parts):
+        lengths.remove(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
     equations = program.source(source.equations[-1].invars[-1], source.frame).equations
     return SavedTensor(
         kind="layer" if mark.origin.layer else "operation",
@@ -299,7 +300,7 @@ def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any)
         shape=tuple(shape),
         dtype=str(source.aval.dtype),
         times=source.times,
-        bytes=math.prod(n for n in variable.aval.shape if n) * variable.aval.dtype.itemsize,
+        bytes=math.prod(all_parts) * variable.aval.dtype.itemsize,
         packed_bytes=0,
         source=line_of(equations),
         note=f"computed again from {mark.recomputed_from}",

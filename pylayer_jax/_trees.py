@@ -206,6 +206,15 @@ def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skel
     return False
 
 
+def hashable(key: Any) -> Any:
+    """Return a key, or None if it has no hash."""
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
 class WeakTable:
     """A table whose keys are objects. It compares them by identity, and keeps none alive."""
 

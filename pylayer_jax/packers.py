@@ -627,7 +627,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     Raises:
         TypeError: if an argument is not a pair, or if there are no arguments.
-        ValueError: for a pair in the wrong place, a `by_name`, or a chain with `only`.
+        ValueError: for a pair in the wrong place, a `by_name`, a pair with a limit, or a chain with `only`.
     """
 
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
@@ -641,6 +641,8 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {hooks!r}.{hint}")
             if hooks._pair.by_name is not None:
                 raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
+            if hooks._pair.limit is not None:
+                raise ValueError("chain: a limit is for a whole function. Decorate the function with the pair alone.")
             if hooks._pair.only is not None:
                 raise ValueError(
                     f"chain: argument {number}, {hooks!r}, is a chain with only=. Pass its pairs one by one, and the "
@@ -685,7 +687,8 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             key, are not packed.
 
     Raises:
-        TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
+        TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name`, a pair with a limit, or a
+            chain with `only`.
 
     Warns:
         UserWarning: if a key is the name of no tensor that is kept, although others are; once per pair.
@@ -696,13 +699,12 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         if not isinstance(given, Mapping) or not given:
             raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
         for key, hooks in given.items():
-            is_pair = (
-                isinstance(hooks, saved_tensors_hooks) and hooks._pair.by_name is None and hooks._pair.only is None
-            )
+            pair = hooks._pair if isinstance(hooks, saved_tensors_hooks) else None
+            is_pair = pair is not None and pair.by_name is None and pair.only is None and pair.limit is None
             if not (key is ... or isinstance(key, str)) or not (hooks is None or is_pair):
                 raise TypeError(
-                    "by_name: expected a name or the Ellipsis `...`, with a pair of hooks (no by_name, and no chain "
-                    f"with only=) or None; got {key!r}: {hooks!r}."
+                    "by_name: expected a name or the Ellipsis `...`, with a pair of hooks (no by_name, no limit, no "
+                    f"chain with only=) or None; got {key!r}: {hooks!r}."
                 )
         self._made_with = ((dict(pairs),), {})  # a later change of the caller's dict does not change `repr` and copies
         pair_of = {key: None if hooks is None else hooks._pair for key, hooks in pairs.items()}

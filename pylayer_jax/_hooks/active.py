@@ -55,7 +55,7 @@ class Block(set[Any]):
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
         self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
         key = value if isinstance(value, str) else value.key
-        self.add((hash(key), hash((key, key))))  # numbers, whose comparison is C too; of 128 bits
+        self.add((hash(key),))  # a number, whose comparison is C too
         self.key_of_thread = threading.get_ident()
         if not isinstance(value, str) and not is_staging():
             self.add(self.key_of_thread)  # shared

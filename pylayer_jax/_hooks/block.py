@@ -19,10 +19,11 @@ import numpy as np
 from pylayer_jax._jax.traces import nothing_is_traced, set_current_trace
 from pylayer_jax._jax.types import typeof
 from pylayer_jax._messages import plural
+from pylayer_jax._trees import split
 
-from .active import OFF, Block, active, active_pair, entered_block, innermost_block
+from .active import OFF, PLANNED, Block, active, active_pair, entered_block, innermost_block
 from .host import store_of
-from .operations import BackwardWatch, enter_block
+from .operations import BackwardWatch, enter_block, mark_as_computed
 from .pack import Hook, Origin, Pair, Step, key_of
 from .planned import NotPlannedError, call_planned, name_of
 
@@ -284,6 +285,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             reason = str(error)
         else:
             self._tell(is_idle=False)
+            mark_as_computed(split(result)[0])  # in a block of other hooks around it
             return result
         name = name_of(function)
         advice = (
@@ -383,7 +385,7 @@ def disable_saved_tensors_hooks(message: str) -> Generator[None]:
     Raises:
         RuntimeError: with `message`, if a pair is entered inside this block, or is active around it.
     """
-    if active_pair() is not None:
+    if active_pair() is not None or active.value is PLANNED:
         raise RuntimeError(message)
     block = Block(message).enter()
     try:

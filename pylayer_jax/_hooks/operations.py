@@ -33,7 +33,7 @@ from pylayer_jax._jax.traces import (
 )
 from pylayer_jax._jax.transparency import Identity
 from pylayer_jax._jax.types import has_tangent, is_nan_reported, is_set, typeof
-from pylayer_jax._trees import WeakTable
+from pylayer_jax._trees import WeakTable, hashable
 
 from .active import OFF, PLANNED, Block, active, active_pair, hooks_suspended, innermost_block
 from .pack import Pair
@@ -218,9 +218,10 @@ class BlockTrace(PassThroughTrace):
         positions = [position_of[id(x)] for x in args]
         places = list(dict(zip(positions, places, strict=True)).values())
         types, plans = list(map(typeof, operands)), self.block.plans
-        key = operation.primitive, (*operation.params.items(), *types, *places, *positions), is_set("enable_x64")
+        parts = *operation.params.items(), *types, *places, *positions
+        key = hashable((operation.primitive, parts, is_set("enable_x64")))
         # In staged code and in errors, each operation has its own source line.
-        is_shared = operation.primitive is not None and not (self.is_staging or is_nan_reported())
+        is_shared = operation.primitive is not None and key is not None and not (self.is_staging or is_nan_reported())
         if is_shared and (found := plans.get(key)):
             return found, operands
         run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)  # noqa: E731

@@ -123,11 +123,6 @@ class Pair:
         return any(step.host or step.is_last for step in self.all_steps())
 
     @property
-    def only_recomputes(self) -> bool:
-        """Whether the pair packs nothing, as `recompute_saved`: `only` then chooses what backward computes again."""
-        return not self.all_steps()
-
-    @property
     def needs_plan(self) -> bool:
         """Whether only a plan for a whole function can do what the pair says."""
         reads_info = any(not only.takes_array_alone for only in self.predicates())
@@ -201,10 +196,7 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 class PackedTensor:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no JAX array."""
 
-    def __init__(
-        self, array: Any, unpack: Hook, skeleton: Skeleton, where: str, roundings: frozenset[Rounding]
-    ) -> None:
-        self.roundings = roundings
+    def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
         self._is_numpy = not is_array(array)
         self.type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
@@ -328,7 +320,7 @@ def _pack(
     # A NumPy array that no later step packs stays in the skeleton, so on the host, and is freed with the function that
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
-    function = PackedTensor(array, unpack, skeleton, here, roundings_of(steps, array))
+    function = PackedTensor(array, unpack, skeleton, here)
     return Partial(function, *map(packed_again, leaves))
 
 

@@ -261,12 +261,9 @@ class Graph:
         to_visit = list(self.residuals)
         while to_visit:
             v = to_visit.pop()
-            if v in number_of or (v in self.free and v not in self.maker):
+            if v in number_of or v in self.free:
                 continue
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
-            if v in self.free:
-                edges.append((node, node + 1, _INFINITE))
-                continue
             size = self.keeping(v).bytes
             edges.append((node, node + 1, int(size * (price * _UNIT if allows_costly else _BYTE)) + 1))
             if not self.may_make(v, allows_costly):
@@ -282,7 +279,7 @@ class Graph:
         edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
         edges += [(source, number_of[r], _INFINITE) for r in self.residuals if r in number_of]
         on_side = minimum_cut(2 * len(number_of) + 2, edges, source, sink)
-        return {v for v, node in number_of.items() if v not in self.free and on_side[node] and not on_side[node + 1]}
+        return {v for v, node in number_of.items() if on_side[node] and not on_side[node + 1]}
 
     # -- errors ------------------------------------------------------------------------------------------
 
@@ -416,8 +413,9 @@ def cost_of(e: Any) -> float:
     """Return about how many operations an equation takes."""
     size = sum([_size(v.aval.shape) for v in e.outvars])
     name = e.primitive.name
-    if name == "dot_general":
-        (contracted, _), _ = e.params["dimension_numbers"]
+    if name in ("dot_general", "ragged_dot_general"):
+        numbers = e.params.get("dimension_numbers") or e.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        (contracted, _), _ = numbers
         return 2 * size * _size([e.invars[0].aval.shape[i] for i in contracted])
     if name == "conv_general_dilated":
         kernel, numbers = e.invars[1].aval.shape, e.params["dimension_numbers"]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves, tree_map
 
@@ -68,9 +69,9 @@ from pylayer_jax._jax.types import (
     typeof,
     unchecked,
 )
-from pylayer_jax._trees import WeakTable, has_changed, split
+from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
-from .active import PLANNED, active, hooks_suspended, is_reported
+from .active import PLANNED, active, is_reported
 from .origins import Mark, Program
 from .pack import Origin, Pair, is_selected, pack_tensor, restored, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
@@ -105,12 +106,7 @@ def _key_of(e: Any, operands: Sequence[Any]) -> Any:
     if e.effects or e.primitive.name not in ROWS:
         return None
     read = [_value_key(x.aval, x.val) if isinstance(x, Literal) else x for x in operands]
-    key = e.primitive, tuple(e.params.items()), tuple(read)
-    try:
-        hash(key)
-    except TypeError:  # a parameter has none
-        return None
-    return key
+    return hashable((e.primitive, tuple(e.params.items()), tuple(read)))
 
 
 def _value_key(aval: Any, value: Any) -> Any:
@@ -448,6 +444,7 @@ class Plan:
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
         self.forward_equations = live_equations(forward, [*derivative.outputs, *self.kept])
         self._packed = {v for v in self.kept if self.graph.keeping(v).steps}
+        self._narrow = {v for v in self.kept if v in self.maker and is_narrow_float(v.aval.dtype)}
 
     def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
@@ -470,7 +467,7 @@ class Plan:
             for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
-        if self.pair.only is not None and self.pair.only_recomputes:
+        if self.pair.only is not None and not self.pair.all_steps():  # it chooses what is computed again
             ask = lambda v: lambda x: is_selected(self.pair.only, x, self.where(v), self.origin(v))  # noqa: E731
             found |= {v: as_it_is(v) for v in residuals if v not in free and not self._asked(v, ask(v))}
         return found | {v: as_it_is(v) for v in self.held}
@@ -538,7 +535,7 @@ class Plan:
         found = Counter[Any]()
         for v in kept:
             if v not in self.held:
-                found[v.aval.shape, v.aval.dtype] += self.graph.keeping(v).bytes
+                found[v.aval.shape, v.aval.dtype] += int(self.graph.keeping(v).bytes)
         for times, branches in self._bodies:
             of_body = Counter[Any]()
             for body in branches:
@@ -573,8 +570,11 @@ class Plan:
 
         def pack(computed: Sequence[Any], row: int) -> None:
             for v in computed:
-                if v in self._packed:
+                if v in self._packed or v in self._narrow:
                     run.evaluate(row)
+                if v in self._narrow and is_staged(values[v]):
+                    values[v] = rounded(values[v])
+                if v in self._packed:
                     values[v], residual_of[v] = self._with_residual(v, values[v])
 
         pack(jaxpr.invars, 0)
@@ -607,10 +607,21 @@ class Plan:
     def _with_residual(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
         (x,) = as_arrays([value])
-        with hooks_suspended():
-            residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
+        residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
         (value,), (residual,) = behind_barrier([value], [residual])
         return value, residual
+
+
+@functools.cache
+def is_narrow_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def rounded(x: Any) -> Any:
+    # XLA may compute in float32: the forward pass would go on with another value than the one in bfloat16 that is kept.
+    # tests: test_recompute.py::test_the_forward_pass_reads_what_is_kept
+    info = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def size_of(steps: Sequence[Any], aval: Any) -> float:

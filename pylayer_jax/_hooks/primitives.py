@@ -85,7 +85,7 @@ def is_steep(name: str, operands: Sequence[Operand]) -> bool:
     if not all(map(is_number, factors)):
         return True
     sizes = [np.abs(np.asarray(x)) for x in factors]
-    return bool(max(sizes) > 2 if name == "mul" else not min(sizes) >= 0.5)  # True for NaN
+    return not (max(sizes) <= 2 if name == "mul" else min(sizes) >= 0.5)  # True for NaN
 
 
 # Takes an equation with one result.

@@ -132,17 +132,45 @@ def test_one_budget_for_the_iterations_of_all_loops(function, count):
     assert bytes_held(recompute_saved(limit=limit)(function)) <= limit < bytes_held(recompute_saved()(function))
 
 
-def test_loops_in_branches_of_a_cond():
-    def loop(x, ws, f):
-        return jax.lax.scan(lambda x, w: (f(x @ w), None), x, ws)[0]
+def switch(*functions):
+    return lambda ws, x: jnp.mean(jax.lax.switch((x[0, 0] > 0).astype(int), functions, x, ws))
 
-    def loss(ws, x):
-        functions = [lambda x, ws: loop(x, ws, jnp.tanh), lambda x, ws: loop(x, ws, jnp.sin)]
-        return jnp.mean(jax.lax.switch((x[0, 0] > 0).astype(int), functions, x, ws))
 
+def carried(f):
+    return lambda x, ws: jax.lax.scan(lambda x, w: (f(x @ w), None), x, ws)[0]
+
+
+def sorted_slices(ws, x):
+    y = jnp.tanh(jnp.sort(x, 0))
+    return jnp.sum(jax.lax.scan(lambda c, t: (jnp.sin(c * t), None), x[0], y)[0])
+
+
+def integers(ws, x):
+    def body(carry, _):
+        y, k = carry
+        return (jnp.sin(y) * jnp.where(k % 3 == 0, y, 1), k * 5 + 1), None
+
+    return jnp.sum(jax.lax.scan(body, (x[0], jnp.arange(64)), None, length=8)[0][0])
+
+
+WITH_LOOPS = {
+    "branches of one type": switch(carried(jnp.tanh), carried(jnp.sin)),
+    "branches of two types": switch(carried(jnp.tanh), lambda x, ws: x + jnp.sum(carried(jnp.sin)(x[:9], ws))),
+    "slices that the function computes": sorted_slices,
+    "integers": integers,
+}
+
+
+@pytest.mark.parametrize("name", WITH_LOOPS)
+def test_the_least_is_what_is_held(name):
     with pytest.warns(UserWarning, match="the least") as caught:
-        held = bytes_held(recompute_saved(limit=1)(loss))
-    assert f"keeps {held:,} bytes" in str(caught[0].message)  # of the larger branch
+        held = bytes_held(recompute_saved(limit=1)(WITH_LOOPS[name]))
+    assert f"keeps {held:,} bytes" in str(caught[0].message)
+    assert held <= bytes_held(recompute_saved()(WITH_LOOPS[name]))
+
+
+def test_slices_that_a_scan_takes_are_kept_once():
+    assert bytes_held(recompute_saved()(sorted_slices)) == 3 * X.nbytes  # the order, tanh, and what is carried
 
 
 def test_the_least_that_nested_loops_keep():

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
+from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.packers import cast_saved, recompute_saved
 from tests.kit.layers import Multiply, Square, bits, layer
 from tests.kit.modes import STAGED
 
@@ -27,6 +28,14 @@ def test_the_innermost_pair_alone_applies():
     jax.grad(loss, (0, 1))(A, B)
     assert inner.counts() == (4, 4)  # a, b; and a * b, b
     assert outer.counts() == (2, 2)
+
+
+def test_a_block_packs_what_a_decorated_function_in_it_computed():
+    def total_bytes(f):
+        loss = in_block(cast_saved(), lambda x, w: jnp.sum(f(x) @ w))
+        return saved_tensors_report(loss, A, B.T).total_bytes
+
+    assert total_bytes(recompute_saved()(jnp.tanh)) == total_bytes(jnp.tanh)
 
 
 def adding(number):
@@ -106,6 +115,9 @@ def test_disabled_hooks():
             pass
     with hooks, pytest.raises(RuntimeError, match=r"^inside$"), disable_saved_tensors_hooks("inside"):
         pass
+
+    with pytest.raises(RuntimeError, match=r"^inside"):
+        jax.grad(hooks(lambda x: disable_saved_tensors_hooks("inside").__enter__() or x))(1.0)
 
     @disable_saved_tensors_hooks("decorated")
     def f(x):

@@ -1,5 +1,8 @@
 """Which tensors saved_tensors_hooks reach, when and how often the hooks run, and that tensors come back."""
 
+import functools
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -263,3 +266,15 @@ def test_the_pair_at_the_call_counts_not_the_one_at_the_differentiation():
         jax.grad(f)(X)
     assert inner.counts() == (1, 1)
     assert outer.counts() == (0, 0)
+
+
+def test_eager_code_holds_no_intermediates():
+    def peak(hooked):
+        held = []
+        note = lambda x: held.append(sum(a.nbytes for a in jax.live_arrays())) or x  # noqa: E731
+        hooks = saved_tensors_hooks(lambda x: note(x).astype(jnp.bfloat16), lambda x: note(x).astype(jnp.float32))
+        jax.grad(hooked(hooks, lambda x: jnp.sum(functools.reduce(lambda x, _: jnp.sin(x), range(20), x))))(A)
+        return max(held) - held[0]
+
+    gc.collect()
+    assert peak(lambda hooks, f: hooks(f)) <= peak(in_block) + A.nbytes
