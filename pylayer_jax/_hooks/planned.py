@@ -354,13 +354,13 @@ def _evaluate(
     equations: Sequence[Any],
     values: dict[Any, Any],
     read: Callable[[Any], Any] | None = None,
-    is_wanted: Callable[[Any], bool] = lambda _: True,
+    is_wanted: Callable[[Any], bool] | None = None,
 ) -> None:
     is_checked = is_nan_reported()
     # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
     for group in [[e] for e in equations] if is_checked else [list(equations)]:
         jaxpr = jaxpr_of(group)
-        if not is_checked:
+        if is_wanted and not is_checked:
             jaxpr = jaxpr.replace(outvars=[v for v in jaxpr.outvars if is_wanted(v)])
         is_inner = is_checked and any(derivative.calls_of[v] for v in jaxpr.outvars)
         run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
@@ -373,26 +373,24 @@ def _evaluate(
 
 
 class _Run:
-    """Evaluates equations in groups. Each value is dropped when no later row reads it: else eager code would hold all.
+    """Evaluates equations in groups, and drops each value that no later row reads: eager code would hold all of them.
 
     A row is the variables that an equation reads; the last one is those that the run returns.
     """
 
     def __init__(self, derivative: Derivative, values: dict[Any, Any], last: Mapping[Any, int]) -> None:
-        self._derivative, self.values, self._last = derivative, values, last  # variable -> the last row that reads it
-        self._equations: list[Any] = []
+        """`last`: variable -> the last row that reads it. If it is empty, as in staged code, nothing is dropped."""
+        self._derivative, self._values, self._last = derivative, values, last
+        self.equations: list[Any] = []  # not yet evaluated
         self._expiring = sorted(last, key=last.__getitem__, reverse=True)
 
-    def add(self, equation: Any) -> None:
-        self._equations.append(equation)
-
     def evaluate(self, row: int, read: Callable[[Any], Any] | None = None) -> None:
-        """Evaluate what was added, and drop what rows from this one on do not read."""
+        """Evaluate the equations, and drop what rows from this one on do not read."""
         is_read = lambda v: self._last.get(v, -1) >= row  # noqa: E731
-        _evaluate(self._derivative, self._equations, self.values, read, is_read)
-        self._equations.clear()
+        _evaluate(self._derivative, self.equations, self._values, read, is_read if self._last else None)
+        self.equations.clear()
         while self._expiring and not is_read(self._expiring[-1]):
-            self.values.pop(self._expiring.pop(), None)
+            self._values.pop(self._expiring.pop(), None)
 
 
 class Plan:
@@ -560,13 +558,10 @@ class Plan:
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
         """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
         jaxpr, derivative = self.derivative.forward, self.derivative
-        is_checked = is_reported.value or is_nan_reported()
-        rows = [[*variables(e.invars), *self._packed.intersection(e.outvars)] for e in self.forward_equations]
-        last = {v: n for n, row in enumerate(rows) for v in row}
-        returned = [*variables(derivative.outputs), *self.free, *[v for v in self.kept if v not in self._packed]]
-        last |= dict.fromkeys([*jaxpr.invars, *self.maker] if is_checked else returned, len(rows))
+        is_checked, is_program = is_reported.value or is_nan_reported(), any(map(is_staged, primals))
         values: dict[Any, Any] = dict(zip(jaxpr.invars, [*derivative.consts, *primals], strict=True))
-        run, residual_of = _Run(derivative, values, last), dict[Any, Any]()
+        run = _Run(derivative, values, {} if is_checked or is_program else self._last_rows())
+        residual_of: dict[Any, Any] = {}
 
         def pack(computed: Sequence[Any], row: int) -> None:
             for v in computed:
@@ -579,15 +574,20 @@ class Plan:
 
         pack(jaxpr.invars, 0)
         for n, e in enumerate(self.forward_equations):
-            run.add(e)
+            run.equations.append(e)
             pack(e.outvars, n)
-        run.evaluate(len(rows))
+        run.evaluate(len(self.forward_equations))
         residual_of |= {v: values[v] for v in self.kept if v not in self._packed}
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
         further = self._further_residuals(values) if is_checked else []
-        is_program = any(map(is_staged, residual_of.values())) or any(map(is_staged, primals))
+        is_program = is_program or any(map(is_staged, residual_of.values()))
         self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
+
+    def _last_rows(self) -> dict[Any, int]:
+        rows = [[*variables(e.invars), *self._packed.intersection(e.outvars)] for e in self.forward_equations]
+        returned = [*variables(self.derivative.outputs), *self.free, *[v for v in self.kept if v not in self._packed]]
+        return {v: n for n, row in enumerate([*rows, returned]) for v in row}
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
@@ -641,12 +641,14 @@ class _BackwardRun:
     def run(self) -> Values:
         equations, outputs = self._pass.equations, self._pass.jaxpr.outvars
         rows = [variables(e.invars) for e in equations]
-        run = _Run(self._plan.derivative, self._values, self._last_rows([*rows, variables(outputs)]))
+        is_program = any(map(is_staged, self._values.values()))
+        last = {} if is_program else self._last_rows([*rows, variables(outputs)])
+        run = _Run(self._plan.derivative, self._values, last)
         for n, (e, row) in enumerate(zip(equations, rows, strict=True)):
-            if not all(v in self._values or v in self._pass.dependent for v in row):
+            if any([v not in self._values and v not in self._pass.dependent for v in row]):  # noqa: C419 - a list is faster
                 run.evaluate(n, self._read)
                 self._prepare(row)
-            run.add(e)
+            run.equations.append(e)
         run.evaluate(len(rows), self._read)
         self._prepare([v for v in variables(outputs) if v not in self._pass.dependent])
         return scatter([v.val if isinstance(v, Literal) else self._read(v) for v in outputs], self._pass.reached)
