@@ -41,6 +41,8 @@ from .planned import Planned, Surroundings, staged
 from .primitives import JITTED, ROWS, is_number
 from .saving import Saver, UsersRule
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 # -- one operation -----------------------------------------------------------------------------------------
 
 
@@ -119,7 +121,6 @@ class BlockTrace(PassThroughTrace):
     # -- methods that JAX calls ----------------------------------------------------------------------
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
 
         def bind(*args: Any) -> Any:
             found = primitive.bind(*args, **params)
@@ -138,15 +139,12 @@ class BlockTrace(PassThroughTrace):
         return values if primitive.multiple_results else values[0]
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        __tracebackhide__ = True
         return self._process_call("process_custom_jvp_call", *args, **params)
 
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        __tracebackhide__ = True
         return self._process_call("process_custom_vjp_call", *args, **params)
 
     def _process_call(self, method: str, primitive: Any, *args: Any, **params: Any) -> Any:
-        __tracebackhide__ = True
         *functions, tracers = args
 
         def bind(*args: Any) -> Any:
@@ -158,7 +156,6 @@ class BlockTrace(PassThroughTrace):
         return self._process(Operation(bind, kind, name), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        __tracebackhide__ = True
         trees: list[Any] = []  # of each call: an internal tree of JAX, which is no pytree
 
         def bind(*args: Any) -> Any:
@@ -173,7 +170,6 @@ class BlockTrace(PassThroughTrace):
     # -- one operation -------------------------------------------------------------------------------
 
     def _process(self, operation: Operation, args: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.value is None:
                 # Hooks are suspended, or an inner block is open, or JAX restored this trace after the block was left.
@@ -191,7 +187,6 @@ class BlockTrace(PassThroughTrace):
         return values
 
     def _bind(self, operation: Operation, args: Sequence[Any], places: Sequence[bool | None]) -> Values:
-        __tracebackhide__ = True
         inner = inner_jaxprs(operation.params)
         # A Ref that a jaxpr closes over is not an operand of the equation that has the jaxpr as a parameter.
         closes_over_ref = any(not isinstance(v.aval, ShapedArray) for jaxpr in inner for v in jaxpr.constvars)
@@ -212,7 +207,6 @@ class BlockTrace(PassThroughTrace):
         self, operation: Operation, args: Sequence[Any], places: Sequence[bool | None]
     ) -> tuple[Planned, Values]:
         """Return a planned function of one operation, and its operands, each tensor once."""
-        __tracebackhide__ = True
         distinct = {id(x): x for x in args}
         operands, position_of = list(distinct.values()), {key: i for i, key in enumerate(distinct)}
         positions = [position_of[id(x)] for x in args]
@@ -257,7 +251,6 @@ class BackwardWatch(PassThroughTrace):
         self.was_seen = False
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
         self.was_seen = self.was_seen or _is_backward(current()) or any(map(_holds_backward, inner_jaxprs(params)))
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)

@@ -319,8 +319,8 @@ class Graph:
             e = self.maker[v]
             operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
-            is_exact = v in self.views or (allows_costly and not result.roundings and self._may_repeat(e, v))
-            reason = None if is_exact else self._objection(v, e, operands, result)
+            is_exempt = v in self.views or (allows_costly and not result.roundings and self._may_repeat(e, v))
+            reason = None if is_exempt else self._objection(v, e, operands, result)
             if reason:
                 failed |= reason
                 result = result._replace(rounded=frozenset([v]), steep=frozenset())

@@ -95,6 +95,8 @@ from .saving import (
     waiting,
 )
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 _CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
 
 
@@ -151,15 +153,15 @@ Bodies = tuple[int, list[Any]]
 
 
 def prepared(
-    jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, has_bodies: bool
+    jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, plans_bodies: bool
 ) -> tuple[Any, list[Bodies]]:
-    """Return a copy in which rules of users are marked and, if `has_bodies`, bodies are planned; and these bodies."""
+    """Return a copy in which rules of users are marked and, if `plans_bodies`, bodies are planned; and these bodies."""
     free = {v for v, x in zip(jaxpr.invars, outside, strict=True) if x is not False}
-    found = [_prepared_equation(e, free, around, has_bodies) for e in jaxpr.eqns]
+    found = [_prepared_equation(e, free, around, plans_bodies) for e in jaxpr.eqns]
     return jaxpr.replace(eqns=[e for e, _ in found]), [bodies for _, all_bodies in found for bodies in all_bodies]
 
 
-def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies: bool) -> tuple[Any, list[Bodies]]:
+def _prepared_equation(e: Any, free: set[Any], around: Surroundings, plans_bodies: bool) -> tuple[Any, list[Bodies]]:
     name, params = e.primitive.name, e.params
     is_free = [isinstance(x, Literal) or x in free for x in e.invars]
     if ROWS[name].is_view and all(is_free):
@@ -173,12 +175,12 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, has_bodies:
         (code,) = inner
         names = _primitives_in(code)
         has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
-        if not has_rules and not (has_bodies and not names.isdisjoint(BODIES)):
+        if not has_rules and not (plans_bodies and not names.isdisjoint(BODIES)):
             return e, []
         # Calls of one jitted function share its equations, and each keeps its own residuals.
-        changed, bodies = prepared(code, is_free, around, has_bodies)
+        changed, bodies = prepared(code, is_free, around, plans_bodies)
         return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])}), bodies
-    if not has_bodies or name not in BODIES or any(j.constvars for j in inner):
+    if not plans_bodies or name not in BODIES or any(j.constvars for j in inner):
         return e, []
     if name == "cond" and around.pair.moves_to_host:
         return e, []
@@ -247,10 +249,8 @@ class Derivative:
     """The forward pass of a function as a jaxpr, F, and its backward passes, with jitted functions opened."""
 
     def __init__(self, run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> None:
-        __tracebackhide__ = True
 
         def forward(*args: Any) -> tuple[list[Any], Any]:
-            __tracebackhide__ = True
             passage = Passage(lambda *given: run(*merge(nonzero, given, args)))
             values, pullback = jax.vjp(passage, *select(args, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
@@ -297,7 +297,6 @@ class Derivative:
         return jaxpr.replace(eqns=equations, outvars=outvars), marks
 
     def backward(self, used: Sequence[bool]) -> Pass:
-        __tracebackhide__ = True
         if (key := tuple(used)) not in self._passes:
             self._passes[key] = self._staged_backward(used)
         return self._passes[key]
@@ -319,11 +318,9 @@ class Derivative:
         return found
 
     def _staged_backward(self, used: Sequence[bool]) -> Pass:
-        __tracebackhide__ = True
         n = len(self.residuals)
 
         def run(*args: Any) -> tuple[Values, list[bool]]:
-            __tracebackhide__ = True
             pullback = jax.tree_util.tree_unflatten(self._treedef, args[:n])
             found = pulled(pullback, self._passage, scatter(args[n:], used), self.value_types, self.name)
             reached = [x is not None for x in found]
@@ -407,14 +404,13 @@ class Plan:
         bodies: Sequence[Bodies],
     ) -> None:
         """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
-        __tracebackhide__ = True
         self.derivative, self.pair, self.name, self._origin, self._bodies = derivative, pair, name, origin, bodies
         forward, readers = derivative.forward, derivative.readers()
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         self.held &= self.maker.keys()
-        bodies = [e for e in forward.eqns if e.primitive.name in BODIES]
-        self.held |= {v for e in bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
+        with_bodies = [e for e in forward.eqns if e.primitive.name in BODIES]
+        self.held |= {v for e in with_bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
         places = [*[None] * len(derivative.consts), *outside]
         is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
         free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x}
@@ -597,9 +593,9 @@ class Plan:
         _evaluate(self.derivative, missing, values)
         found: list[Any] = []
         if is_reported.value:
-            name_of = {v: next(iter(self.origin(v).keys), "") for v in self.kept}
+            key_of = {v: next(iter(self.origin(v).keys), "") for v in self.kept}
             for v in filter(lambda v: is_tracer(values[v]), (*self.kept, *again)):
-                names = dict.fromkeys(name_of[x] for x in self._needed([v]) if x in name_of)
+                names = dict.fromkeys(key_of[x] for x in self._needed([v]) if x in key_of)
                 from_ = (", ".join(names) or "inputs") if v in self.made else None
                 found += apply(Mark(typeof(values[v]), self.origin(v), from_), [values[v]])
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
@@ -728,7 +724,6 @@ class PlannedPullback(Pullback):
         self.types = plan.derivative.cotangent_types
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         with outside_blocks():
             used = [c is not None for c in cotangents]
             found = tree_map(as_arrays(residuals).__getitem__, self._residuals)
@@ -752,18 +747,16 @@ class Planned(HookedFunction):
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
-    def _plan_for(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
-        __tracebackhide__ = True
-        key = tuple(nonzero), tuple(types), has_bodies, is_reported.value
+    def _plan_for(self, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
+        key = tuple(nonzero), tuple(types), plans_bodies, is_reported.value
         if key not in self._plans:
-            self._plans[key] = self._new_plan(types, nonzero, has_bodies)
+            self._plans[key] = self._new_plan(types, nonzero, plans_bodies)
         self.plan = self._plans[key]
         return self.plan
 
-    def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
-        __tracebackhide__ = True
+    def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         limit = self.around.pair.limit
-        plan = self._plan_at(self.around, types, nonzero, has_bodies)
+        plan = self._plan_at(self.around, types, nonzero, plans_bodies)
         if self.around.within:  # the function around a body has decided on the price, and warns
             return plan
         if limit is None and self._warn and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
@@ -779,11 +772,10 @@ class Planned(HookedFunction):
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
                 f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again."
             )
-        return self._plan_at(self.around._replace(price=price), types, nonzero, has_bodies)
+        return self._plan_at(self.around._replace(price=price), types, nonzero, plans_bodies)
 
-    def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], has_bodies: bool) -> Plan:
-        __tracebackhide__ = True
-        code, bodies = prepared(self.jaxpr, self.outside, around, has_bodies)
+    def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
+        code, bodies = prepared(self.jaxpr, self.outside, around, plans_bodies)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin = None
         if around.pair.is_selective or is_reported.value:
@@ -798,11 +790,10 @@ class Planned(HookedFunction):
         return Plan(derivative, around.pair, self.outside, self.name, origin, around.price, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
-        __tracebackhide__ = True
         with outside_blocks():
             # Residuals that are packed within a body have no second derivative.
-            has_bodies = not any(map(is_differentiated, primals))
-            plan = self._plan_for([typeof(x) for x in primals], nonzero, has_bodies)
+            plans_bodies = not any(map(is_differentiated, primals))
+            plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
         for i, v in enumerate(plan.free if active.value is PLANNED else ()):
             if v in plan.saved_inputs and is_tracer(residuals[i]):
@@ -829,7 +820,6 @@ class _JittedKept(PassThroughTrace):
     __slots__ = ()
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
         if primitive.name in JITTED and not is_nan_reported():  # JAX checks each operation outside of jitted functions
             params = {**params, "inline": _not_inlined()}
         with set_current_trace(self.parent_trace):
@@ -838,10 +828,8 @@ class _JittedKept(PassThroughTrace):
 
 def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
     """Stage a function. JAX's own jitted functions stay calls, whose names operations get."""
-    __tracebackhide__ = True
 
     def run(*args: Any) -> tuple[Sequence[Any], Any]:
-        __tracebackhide__ = True
         with set_current_trace(_JittedKept(current_trace())):
             return function(*args)
 
@@ -850,7 +838,6 @@ def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Seque
 
 def staged(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
     """Stage a function for a plan, which packs in place of the hooks around it."""
-    __tracebackhide__ = True
     with outside_blocks(), active(PLANNED):
         return stage_named(function, types, name)
 
@@ -871,14 +858,12 @@ def call_planned(
     warn: Callable[[str], None],
 ) -> Any:
     """Call a decorated function where JAX traces or differentiates it."""
-    __tracebackhide__ = True
     tensors, skeleton = split((args, kwargs))
     if any(map(is_ref, skeleton.statics())):
         raise NotPlannedError("an argument is a jax.Ref")
     tensors = as_arrays(tensors)
 
     def run(*tensors: Any) -> tuple[list[Any], Any]:
-        __tracebackhide__ = True
         given = skeleton.fill(tensors)
         outputs, out_skeleton = split(function(*given[0], **given[1]))
         return as_arrays(outputs), (out_skeleton, has_changed((list(tensors), skeleton), split(given)))

@@ -58,6 +58,8 @@ from .active import PLANNED, SUSPENDED, active, hooks_suspended
 from .pack import Origin, Pair, pack_tensor, restored, roundings_of, steps_for
 from .primitives import UNKNOWN
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 # -- marks for a plan --------------------------------------------------------------------------------------
 
 
@@ -289,7 +291,6 @@ class HookedFunction(RuleFunction):
         return scatter(transpose(given), missing)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
         nonzero = [t is not None for t in tangents]
         given = select(tangents, nonzero)
         if not any(nonzero):
@@ -322,7 +323,6 @@ class UsersRule(HookedFunction):
         return super().batch(axis, dims, types)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
-        __tracebackhide__ = True
         passage = Passage(lambda *args: self.run(*merge(nonzero, args, primals)))
         with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
             values, pullback = jax.vjp(passage, *select(primals, nonzero))
@@ -338,7 +338,6 @@ class Pullback(LinearMap):
     """A linear map that is given by its transpose."""
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types]
         return list(jax.linear_transpose(lambda *given: self.transpose(residuals, given), *types)(list(tangents)))
 
@@ -358,7 +357,6 @@ class _RulePullback(Pullback):
         self.types = [tangent_type(t) for t in select(value_types, passage.nonzero)]
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
         with contextlib.nullcontext() if self._packed is None else outside_blocks():
             if self._packed is not None:
                 unpacked = self._packed.unpack(residuals, cotangents)
@@ -375,7 +373,6 @@ class Passage:
         self.nonzero: list[bool] = []  # for each value: whether it has a tangent
 
     def __call__(self, *args: Any) -> Values:
-        __tracebackhide__ = True
         run, self._run = self._run, None  # it holds tracers
         values = run(*apply(_Gate([typeof(x) for x in args], self, True), args))
         self.nonzero = [False] * len(values)
@@ -434,7 +431,6 @@ class _GateMap(LinearMap):
 
 def pulled(pullback: Any, passage: Passage, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
     """Call the vjp function of a passage with the cotangents of those values that have a tangent. None means zero."""
-    __tracebackhide__ = True
     pairs = zip(scatter(cotangents, passage.nonzero), value_types, strict=True)
     full = [full_cotangent(c, t) for c, t in pairs]
     call, logs = _Call(frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None

@@ -41,6 +41,8 @@ from .traces import (
     wrap_init,
 )
 
+__tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
+
 # In errors about tracers and in profiles, JAX shows a source line for each operation. Exclude lines of this package.
 for _part in Path(__file__).parents[1].iterdir():
     if _part.name != "_demo.py":  # which contains layers, as user code does
@@ -60,11 +62,9 @@ def stage(
     The first inputs of the jaxpr are the `consts`. Errors of JAX show `name` and `arg_names`. `jax.make_jaxpr` takes
     five times as long.
     """
-    __tracebackhide__ = True
     second: Any = None
 
     def outputs_of(*args: Any) -> Sequence[Any]:
-        __tracebackhide__ = True
         nonlocal second
         outputs, second = function(*args)
         return outputs
@@ -182,7 +182,6 @@ def _refs(equation: Any) -> list[Any]:
 
 
 def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
-    __tracebackhide__ = True
     try:
         return eval_jaxpr(jaxpr, (), *args)
     except NotImplementedError:
