@@ -189,7 +189,11 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, plans_bodie
         n_consts, n_carry = scan_counts(e)
         outside = [n < n_consts or n >= n_consts + n_carry for n in range(len(is_free))]
     around = around._replace(within=(*around.within, e))
-    functions = [Planned(body, outside, f"the body of a {name}", around) if body.eqns else None for body in inner]
+    is_free = is_free[len(e.invars) - len(outside) :]
+    functions = [
+        Planned(body, outside, f"the body of a {name}", around, is_free=is_free) if body.eqns else None
+        for body in inner
+    ]
     codes = [_planned_body(body, function) for body, function in zip(inner, functions, strict=True)]
     changed = {
         "scan": {"jaxpr": codes[0]},
@@ -742,8 +746,11 @@ class Planned(HookedFunction):
         name: str,
         around: Surroundings,
         warn: Callable[[str], None] | None = None,
+        is_free: Sequence[bool] = (),
     ) -> None:
+        """`is_free`: for each operand of a body, whether the function around has it without keeping it."""
         self.jaxpr, self.outside, self.name, self.around, self._warn = jaxpr, outside, name, around, warn
+        self._is_free = is_free or [False] * len(outside)
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
@@ -795,9 +802,13 @@ class Planned(HookedFunction):
             plans_bodies = not any(map(is_differentiated, primals))
             plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
+        inputs = plan.derivative.forward.invars[len(plan.derivative.consts) :]
+        unmarked = select(inputs, self._is_free)
         for i, v in enumerate(plan.free if active.value is PLANNED else ()):
-            if v in plan.saved_inputs and is_tracer(residuals[i]):
-                mark = SavedByRule([typeof(residuals[i])], is_exact=plan.saved_inputs[v])
+            is_exact = plan.saved_inputs.get(v)
+            # A mark is an operation, so JAX would keep the slices of stacked weights that are marked in a scan.
+            if is_tracer(residuals[i]) and (is_exact or (is_exact is not None and v not in unmarked)):
+                mark = SavedByRule([typeof(residuals[i])], is_exact=is_exact)
                 residuals[i : i + 1] = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         linear = PlannedPullback(plan, residuals, len(arrays) + len(further))

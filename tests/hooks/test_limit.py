@@ -10,7 +10,7 @@ import pytest
 
 from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, recompute_saved, save_on_cpu
-from tests.kit.layers import Tanh, layer
+from tests.kit.layers import Matmul, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import AT_LEAST, norm, relative_error
@@ -158,6 +158,7 @@ WITH_LOOPS = {
     "branches of two types": switch(carried(jnp.tanh), lambda x, ws: x + jnp.sum(carried(jnp.sin)(x[:9], ws))),
     "slices that the function computes": sorted_slices,
     "integers": integers,
+    "nested loops": nested,
 }
 
 
@@ -173,10 +174,11 @@ def test_slices_that_a_scan_takes_are_kept_once():
     assert bytes_held(recompute_saved()(sorted_slices)) == 3 * X.nbytes  # the order, tanh, and what is carried
 
 
-def test_the_least_that_nested_loops_keep():
-    carries = X.nbytes * (6 * len(W) + 1)
-    with pytest.warns(UserWarning, match=f"keeps {carries:,} bytes"):
-        jax.grad(recompute_saved(limit=carries - 1)(nested))(W, X)
+def test_a_layer_in_a_scan_keeps_no_copy_of_stacked_weights():
+    def loss(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (Matmul.apply(x, w), None), x, ws[1:].mT)[0])
+
+    assert bytes_held(recompute_saved()(loss)) == 3 * X.nbytes
 
 
 def operations_of(f):

@@ -130,9 +130,6 @@ def test_disabled_hooks():
         pass
 
 
-# -- tasks of asyncio -----------------------------------------------------------------------------
-
-
 def layer_gradient():
     return jax.grad(Square.apply)(1.0)
 

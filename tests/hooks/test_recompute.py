@@ -165,8 +165,6 @@ def test_rules_that_compare_what_they_saved(kind):
 
 
 def test_the_forward_pass_reads_what_is_kept():
-    """XLA computes bfloat16 in float32, so a mean of values that were not rounded would not be that of those kept."""
-
     def f(w, x):
         h = norm(jax.nn.gelu(x @ w).astype(jnp.float32))
         return jnp.sum(jax.nn.softmax((h.astype(x.dtype) @ w).astype(jnp.float32)) ** 2)
