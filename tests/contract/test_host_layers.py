@@ -170,9 +170,6 @@ def gradient_of_masked(ctx, dy):
 case(lambda x: jnp.where(x > 0.9, 0, jnp.sin(x)), R3)(host_layer(masked, gradient_of_masked, name="Masked"))
 
 
-# -- layers whose backward is JAX code ------------------------------------------------------------
-
-
 def tanh(ctx, x):
     y = np.tanh(x)
     ctx.save_for_backward(y)
@@ -686,9 +683,6 @@ def test_closed_over_tracers_are_refused():
         text = error_of(run, w)
         assert "argument" in text
         assert "set host = True" not in text
-
-
-# -- contexts on the host -----------------------------------------------------------------------------
 
 
 def held_by(objects):

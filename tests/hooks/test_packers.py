@@ -138,9 +138,6 @@ def test_a_constant_of_forward_is_saved_in_eager_vmap(packer, tmp_path):
     np.testing.assert_allclose(jax.vmap(jax.grad(hooked))(jnp.ones(2)), 2, rtol=0.01)
 
 
-# -- what comes back ------------------------------------------------------------------------------
-
-
 def as_it_is(f, *args):
     return f(*args)
 
