@@ -121,7 +121,6 @@ class BlockTrace(PassThroughTrace):
     # -- methods that JAX calls ----------------------------------------------------------------------
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-
         def bind(*args: Any) -> Any:
             found = primitive.bind(*args, **params)
             return found if primitive.multiple_results else [found]

@@ -442,7 +442,9 @@ class Plan:
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
         self.forward_equations = live_equations(forward, [*derivative.outputs, *self.kept])
         self._packed = {v for v in self.kept if self.graph.keeping(v).steps}
-        self._narrow = {v for v in self.kept if v in self.maker and is_narrow_float(v.aval.dtype)}
+        # Not what a loop has packed: XLA would copy all of it.
+        own = [v for v in self.kept if v in self.maker and v not in self.held]
+        self._narrow = {v for v in own if is_narrow_float(v.aval.dtype)}
 
     def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""

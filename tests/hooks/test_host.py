@@ -98,9 +98,6 @@ def test_numbers_of_less_than_a_byte(dtype, transform, tmp_path):
         np.testing.assert_array_equal(got, jnp.broadcast_to(scale.astype(got.dtype), got.shape))
 
 
-# -- how long it lives ----------------------------------------------------------------------------
-
-
 def test_eager_objects_die_with_the_vjp_function():
     host = Host()
     value, pullback = jax.vjp(host.hooks(plain), X)
