@@ -134,6 +134,7 @@ class Graph:
     def __init__(
         self,
         jaxpr: Any,
+        maker: Mapping[Any, Any],
         pair: Pair,
         outside: Collection[Any],
         keeping: Callable[[Any], Keeping],
@@ -141,10 +142,9 @@ class Graph:
         operations_of: Mapping[Any, frozenset[Any]],
         operation_of: Mapping[Any, Any],
     ) -> None:
-        self.jaxpr, self.pair = jaxpr, pair
+        self.jaxpr, self.maker, self.pair = jaxpr, maker, pair  # maker: variable -> its equation, in order
         self._read = {id(e): variables(e.invars) for e in jaxpr.eqns}
-        self.position = {v: i for i, v in enumerate([v for e in jaxpr.eqns for v in e.outvars])}
-        self.maker: dict[Any, Any] = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self.position = {v: i for i, v in enumerate(maker)}
         self.operations_of = operations_of  # residual -> the operations whose derivatives read it
         self.residuals = list(operations_of)
         self._operation_of = operation_of  # variable -> the operation of its equation

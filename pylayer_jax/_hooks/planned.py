@@ -253,7 +253,6 @@ class Derivative:
     """The forward pass of a function as a jaxpr, F, and its backward passes, with jitted functions opened."""
 
     def __init__(self, run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> None:
-
         def forward(*args: Any) -> tuple[list[Any], Any]:
             passage = Passage(lambda *given: run(*merge(nonzero, given, args)))
             values, pullback = jax.vjp(passage, *select(args, nonzero))
@@ -425,6 +424,7 @@ class Plan:
                 self._constants.update(e.outvars)
         self.graph = Graph(
             forward,
+            self.maker,
             pair,
             free,
             self._keeping,

@@ -159,7 +159,6 @@ partial_eval.dce_rules[rule_function_p] = _drop_unused
 
 
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
-
     # `checkify` has replaced the equation by its operations. JAX would differentiate these, not apply the rule.
     error = lambda: TypeError(  # noqa: E731
         f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations of "
