@@ -54,14 +54,15 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        row = ROWS[self.kind]
-        return row.keeps_nothing or (row.keeps_numbers and any(map(is_number, args[self.kind == "div" :])))
+        numbers = args[self.kind == "div" :] if ROWS[self.kind].keeps_numbers else ()
+        return any(map(is_number, numbers)) or _is("keeps_nothing", self.kind, self.params)
 
 
-def _is_view(name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> bool:
+def _is(fact: str, name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> bool:
+    """Return whether a fact of the table is true of an operation; of a jitted function, for all that it does."""
     if name in JITTED:
-        return all(_is_view(e.primitive.name, e.params, e.outvars) for j in inner_jaxprs(params) for e in j.eqns)
-    return ROWS[name].is_view or (bool(results) and not any(has_tangent(v.aval) for v in results))
+        return all(_is(fact, e.primitive.name, e.params, e.outvars) for j in inner_jaxprs(params) for e in j.eqns)
+    return getattr(ROWS[name], fact) or (bool(results) and not any(has_tangent(v.aval) for v in results))
 
 
 def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
@@ -180,7 +181,7 @@ class BlockTrace(PassThroughTrace):
         # A view of a value from outside counts as outside, even if the block computes an integer operand of the view,
         # such as a start index of `dynamic_slice`.
         of_floats = [p for p, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
-        is_outside = not is_constant and False not in of_floats and _is_view(operation.kind, operation.params)
+        is_outside = not is_constant and False not in of_floats and _is("is_view", operation.kind, operation.params)
         if not is_outside:
             self.put_place(values, None if is_constant else False)
         return values
