@@ -638,13 +638,13 @@ class _BackwardRun:
     def __init__(self, plan: Plan, backward: Pass, residual_of: Mapping[Any, Any], cotangents: Sequence[Any]) -> None:
         self._plan, self._pass, self._residual_of = plan, backward, residual_of
         self._values = {**backward.consts, **dict(zip(backward.jaxpr.invars, cotangents, strict=True))}
+        self._is_program = any(map(is_staged, self._values.values()))
         self._views: dict[Any, Any] = {}  # what comes from outside or is small, for the equation that reads it now
 
     def run(self) -> Values:
         equations, outputs = self._pass.equations, self._pass.jaxpr.outvars
         rows = [variables(e.invars) for e in equations]
-        is_program = any(map(is_staged, self._values.values()))
-        last = {} if is_program else self._last_rows([*rows, variables(outputs)])
+        last = {} if self._is_program else self._last_rows([*rows, variables(outputs)])
         run = _Run(self._plan.derivative, self._values, last)
         for n, (e, row) in enumerate(zip(equations, rows, strict=True)):
             if any([v not in self._values and v not in self._pass.dependent for v in row]):  # noqa: C419 - a list is faster
@@ -686,10 +686,12 @@ class _BackwardRun:
         plan, known = self._plan, variables(atoms)
         order, arrays_of = self._missing(known)
         arrays = {id(a): a for a in tree_leaves(list(arrays_of.values()))}
-        cotangents = [v for v in known if v in self._pass.dependent]
+        cotangents, broadcasts = self._cotangents([v for v in known if v in self._pass.dependent])
         bound, given = waiting(list(arrays.values()), [self._values[v] for v in cotangents])
         arrays = dict(zip(arrays, bound, strict=True))
         self._values |= zip(cotangents, given, strict=True)
+        if broadcasts:
+            _evaluate(plan.derivative, broadcasts, self._values)
         for v, residual in arrays_of.items():
             value = restored(tree_map(lambda a: arrays[id(a)], residual))
             (self._views if v in plan.graph.free or v in plan.small else self._values)[v] = value
@@ -700,6 +702,26 @@ class _BackwardRun:
             is_passing = ROWS[e.primitive.name].is_view or plan.small.issuperset(e.outvars)
             is_view = is_passing and bool(read) and all(v in self._views for v in read)
             (self._views if is_view else self._values).update({v: found[v] for v in e.outvars})
+
+    def _cotangents(self, dependent: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+        """Return the cotangents to wait for, and the equations that follow: XLA writes out what a barrier gets."""
+        if not self._is_program:
+            return dependent, []
+        cotangents, equations = list[Any](), list[Any]()
+        # A cotangent may be the broadcast of a number, or of that of a mean.
+        # tests: test_the_cotangent_of_a_sum_or_a_mean_is_not_written_out
+        for v in dependent:
+            smallest, chain, n = v, list[Any](), 0
+            while (e := self._pass.maker.get(v)) and ROWS[e.primitive.name].recomputed:
+                (*others, v) = sorted(variables(e.invars), key=self._pass.dependent.__contains__)  # noqa: PLW2901
+                if any([x.aval.shape or x not in self._values for x in others]):  # noqa: C419 - a list is faster
+                    break
+                chain.append(e)
+                if n_bytes(v.aval) < n_bytes(smallest.aval):
+                    smallest, n = v, len(chain)
+            cotangents.append(smallest)
+            equations += chain[:n][::-1]
+        return variables(cotangents), equations
 
     def _missing(self, wanted: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
         """Return the equations that compute the variables, in order, and the residuals that these read."""
