@@ -22,7 +22,7 @@ from pylayer_jax._jax.jaxprs import is_literal, variables
 from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
-from .pack import Pair, Step
+from .pack import Pair, Step, roundings_of
 from .primitives import (
     EXACT,
     OTHER,
@@ -129,7 +129,10 @@ _FREE: Final = Made(frozenset(), frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
-    """`outside` has the inputs that are kept anyway; `keeping` returns how a variable would be kept."""
+    """`outside` has the inputs that are kept anyway; `keeping` returns how a variable would be kept.
+
+    Those that are `lent` may be packed by the function around this one.
+    """
 
     def __init__(
         self,
@@ -137,6 +140,7 @@ class Graph:
         maker: Mapping[Any, Any],
         pair: Pair,
         outside: Collection[Any],
+        lent: Collection[Any],
         keeping: Callable[[Any], Keeping],
         fixed: Mapping[Any, Keeping],
         operations_of: Mapping[Any, frozenset[Any]],
@@ -150,6 +154,7 @@ class Graph:
         self._operation_of = operation_of  # variable -> the operation of its equation
         self._keeping, self._of_keeping = keeping, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
+        self._lender: dict[Any, Any] = {v: v for v in lent}  # a lent input, or a view of it -> the input
         self.free, self.views = self._free_and_views(outside)
         # What backward must not make because of errors, where costly equations may not and may be repeated.
         self._forbidden = {False: set[Any](), True: set[Any]()}
@@ -167,6 +172,8 @@ class Graph:
             of_floats = [x for x in read if has_tangent(x.aval)] or read
             if ROWS[e.primitive.name].is_view and read and all(x in free or x in views for x in of_floats):
                 (free if free.issuperset(read) else views).update(e.outvars)
+                lenders = [self._lender[x] for x in read if x in self._lender]
+                self._lender |= dict.fromkeys(e.outvars, lenders[0]) if lenders else {}
         return free, views
 
     @functools.cached_property
@@ -292,7 +299,7 @@ class Graph:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
                     needed.update(self._read[id(e)])
-        operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in kept}
+        operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in (*kept, *self._lender.values())}
         while True:
             made, failed = self._judged(order[::-1], operations, allows_costly)
             # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
@@ -309,10 +316,11 @@ class Graph:
         self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], allows_costly: bool
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
-        for v in operations:
-            roundings = self.keeping(v).roundings
-            rounded = frozenset([v]) if roundings else frozenset[Any]()
-            known[v] = Made(rounded, roundings, operations[v], frozenset(), "")
+        for v, source in {**dict(zip(operations, operations, strict=True)), **self._lender}.items():
+            is_lent = source in self._lender
+            roundings = roundings_of(self.pair.all_steps(), v.aval) if is_lent else self.keeping(v).roundings
+            rounded = frozenset([source]) if roundings else frozenset[Any]()
+            known[v] = Made(rounded, roundings, operations[source], frozenset(), "")
         made: dict[Any, Made] = {}
         failed: set[Any] = set()
         for v in order:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -79,6 +80,7 @@ from .primitives import BODIES, JITTED, ROWS, UNKNOWN
 from .saving import (
     Held,
     HookedFunction,
+    Lent,
     Linearized,
     Passage,
     Pullback,
@@ -137,6 +139,7 @@ def _is_held(equation: Any, index: int) -> bool:
 
 _PRICES: Final = 1e-2, 1e6
 _N_TRIES: Final = 13
+_MOST_PLANS: Final = 4
 
 
 class Surroundings(NamedTuple):
@@ -148,50 +151,55 @@ class Surroundings(NamedTuple):
     within: tuple[Any, ...] = ()  # the equations that have the body as a parameter, outermost first
 
 
-# How often an equation runs its body, and the planned functions of which it runs one: those of the branches of a cond.
-Bodies = tuple[int, list[Any]]
+# An equation, and the planned functions of which it runs one: those of the branches of a cond.
+Bodies = tuple[Any, list[Any]]
 
 
-def prepared(
-    jaxpr: Any, outside: Sequence[bool | None], around: Surroundings, plans_bodies: bool
-) -> tuple[Any, list[Bodies]]:
-    """Return a copy in which rules of users are marked and, if `plans_bodies`, bodies are planned; and these bodies."""
-    free = {v for v, x in zip(jaxpr.invars, outside, strict=True) if x is not False}
+def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, plans_bodies: bool) -> tuple[Any, list[Bodies]]:
+    """Return a copy in which rules of users are marked and, if `plans_bodies`, bodies are planned; and these bodies.
+
+    `is_free`: for each input, whether it comes from outside the decorated function.
+    """
+    free = set(select(jaxpr.invars, is_free))
     found = [_prepared_equation(e, free, around, plans_bodies) for e in jaxpr.eqns]
-    return jaxpr.replace(eqns=[e for e, _ in found]), [bodies for _, all_bodies in found for bodies in all_bodies]
+    equations, bodies = ([x for xs in part for x in xs] for part in zip(*found, strict=True)) if found else ([], [])
+    return jaxpr.replace(eqns=equations), bodies
 
 
-def _prepared_equation(e: Any, free: set[Any], around: Surroundings, plans_bodies: bool) -> tuple[Any, list[Bodies]]:
+def _prepared_equation(
+    e: Any, free: set[Any], around: Surroundings, plans_bodies: bool
+) -> tuple[list[Any], list[Bodies]]:
     name, params = e.primitive.name, e.params
     is_free = [isinstance(x, Literal) or x in free for x in e.invars]
     if ROWS[name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
-        params = rule_function_p.params_of(rule)
-        return e.replace(primitive=rule_function_p, params=params, invars=rule.jaxpr.invars), []
+        return [_application(rule, e, rule.jaxpr.invars, e.outvars)], []
     inner = inner_jaxprs(params)
     if name in JITTED:
         (code,) = inner
         names = _primitives_in(code)
         has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
         if not has_rules and not (plans_bodies and not names.isdisjoint(BODIES)):
-            return e, []
+            return [e], []
         # Calls of one jitted function share its equations, and each keeps its own residuals.
         changed, bodies = prepared(code, is_free, around, plans_bodies)
-        return e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])}), bodies
+        return [e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})], bodies
     if not plans_bodies or name not in BODIES or any(j.constvars for j in inner):
-        return e, []
+        return [e], []
     if name == "cond" and around.pair.moves_to_host:
-        return e, []
-    outside = [True] * len(inner[0].invars) if name == "cond" else is_free
+        return [e], []
+    n_before = len(e.invars) - len(inner[0].invars)  # the index of a cond
+    is_free = is_free[n_before:]
+    outside = [True] * len(is_free) if name == "cond" else is_free
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
         outside = [n < n_consts or n >= n_consts + n_carry for n in range(len(is_free))]
     around = around._replace(within=(*around.within, e))
-    is_free = is_free[len(e.invars) - len(outside) :]
+    is_lent = [x and not is_one_free for x, is_one_free in zip(outside, is_free, strict=True)]
     functions = [
-        Planned(body, outside, f"the body of a {name}", around, is_free=is_free) if body.eqns else None
+        Planned(body, outside, f"the body of a {name}", around, is_lent=is_lent) if body.eqns else None
         for body in inner
     ]
     codes = [_planned_body(body, function) for body, function in zip(inner, functions, strict=True)]
@@ -200,7 +208,17 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, plans_bodie
         "cond": {"branches": tuple(codes)},
         "shard_map": {"jaxpr": jaxpr_and_consts(codes[0])[0]},
     }
-    return e.replace(params={**params, **changed[name]}), [(params.get("length", 1), functions)]
+    lent = select(e.invars[n_before:], is_lent)
+    marked = [Var(v.aval) for v in lent]
+    marks = [_application(Lent([v.aval for v in lent], functions, is_lent), e, lent, marked)] if lent else []
+    operands = [*e.invars[:n_before], *merge(is_lent, marked, e.invars[n_before:])]
+    return [*marks, e.replace(invars=operands, params={**params, **changed[name]})], [(e, functions)]
+
+
+def _application(function: Any, like: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Return an equation that applies a function with a rule where another equation stands."""
+    params, effects = rule_function_p.params_of(function), outside_effects(function.jaxpr)
+    return like.replace(primitive=rule_function_p, params=params, invars=invars, outvars=outvars, effects=effects)
 
 
 _primitives = WeakTable()  # jaxpr -> the names of its primitives: a function of jax.numpy is one jaxpr in many calls
@@ -221,17 +239,11 @@ def _planned_body(body: Any, function: Planned | None) -> Any:
     """Return a jaxpr whose only equation is a planned function of this body."""
     if function is None:
         return as_parameter(body)
-    inputs = [Var(v.aval) for v in body.invars]
-    outputs = [Var(v.aval) for v in body.outvars]
-    first = body.eqns[0]  # in the context of the body, as in the mesh of a shard_map
-    call = first.replace(
-        source_info=first.source_info.replace(name_stack=type(first.source_info.name_stack)()),
-        primitive=rule_function_p,
-        params=rule_function_p.params_of(function),
-        invars=inputs,
-        outvars=outputs,
-        effects=outside_effects(body),
-    )
+    inputs, outputs = [Var(v.aval) for v in body.invars], [Var(v.aval) for v in body.outvars]
+    call = _application(
+        function, body.eqns[0], inputs, outputs
+    )  # in the context of the body, as the mesh of a shard_map
+    call = call.replace(source_info=call.source_info.replace(name_stack=type(call.source_info.name_stack)()))
     return as_parameter(body.replace(invars=inputs, outvars=outputs, eqns=[call]))
 
 
@@ -401,12 +413,16 @@ class Plan:
         derivative: Derivative,
         pair: Pair,
         outside: Sequence[bool | None],
+        is_lent: Sequence[bool],
         name: str,
         origin: Callable[[Any], Origin] | None,
         price: float,
         bodies: Sequence[Bodies],
     ) -> None:
-        """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed."""
+        """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed.
+
+        `is_lent`: for each operand of a body, whether the function around it computes it, and may pack it.
+        """
         self.derivative, self.pair, self.name, self._origin, self._bodies = derivative, pair, name, origin, bodies
         forward, readers = derivative.forward, derivative.readers()
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
@@ -422,11 +438,13 @@ class Plan:
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
+        self.inputs = forward.invars[len(derivative.consts) :]
         self.graph = Graph(
             forward,
             self.maker,
             pair,
             free,
+            free.intersection(select(self.inputs, is_lent)),
             self._keeping,
             self._fixed(readers, free),
             {v: frozenset(found) for v, found in readers.items()},
@@ -459,10 +477,9 @@ class Plan:
                 keeping = self._keeping(v)
                 found[v] = as_it_is(v) if is_exact and any(r != UNKNOWN for r in keeping.roundings) else keeping
 
-        for v, marks in self.derivative.marks.items():
-            for mark, _ in marks:
-                if isinstance(mark, SavedByRule) and v in residuals:
-                    fix(v, mark.is_exact)
+        for v in residuals:
+            if exact := self._saved(v):
+                fix(v, any(exact))
         for e in self.derivative.forward.eqns:
             for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
                 if x in residuals:
@@ -484,13 +501,26 @@ class Plan:
                 to_visit += variables(e.invars) if e else []
         return found
 
+    def _saved(self, v: Any) -> list[bool]:
+        """Return, for each rule of a user that saves a variable, here or in a body, whether it must not be rounded."""
+        found = list[bool]()
+        for mark, i in self.derivative.marks.get(v, ()):
+            if isinstance(mark, SavedByRule):
+                found.append(mark.is_exact)
+            elif isinstance(mark, Lent):
+                plans = [function.plan for function in mark.functions if function and function.plan]
+                found += [
+                    plan.saved_inputs[x] for plan in plans if (x := plan.inputs[mark.positions[i]]) in plan.saved_inputs
+                ]
+        return found
+
     @functools.cached_property
     def saved_inputs(self) -> dict[Any, bool]:
         """Return the free inputs that rules of users save, and whether these must not be rounded."""
         # A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
         is_exact_of: dict[Any, bool] = {}
-        for v, marks in self.derivative.marks.items():
-            exact = [mark.is_exact for mark, _ in marks if isinstance(mark, SavedByRule)]
+        for v in self.derivative.marks:
+            exact = self._saved(v)
             to_visit = [v] if exact else []
             while to_visit:
                 x = to_visit.pop()
@@ -536,11 +566,10 @@ class Plan:
         for v in kept:
             if v not in self.held:
                 found[v.aval.shape, v.aval.dtype] += int(self.graph.keeping(v).bytes)
-        for times, branches in self._bodies:
-            of_body = Counter[Any]()
-            for body in branches:
-                if body and body.plan:  # of two branches of a cond, JAX keeps one array if the types are equal
-                    of_body |= body.plan.bytes_by_type(price)
+        for equation, functions in self._bodies:
+            of_body, times = Counter[Any](), equation.params.get("length", 1)
+            for plan in [function.plan for function in functions if function and function.plan]:
+                of_body |= plan.bytes_by_type(price)  # of two branches, JAX keeps one array if the types are equal
             for (shape, dtype), size in of_body.items():
                 found[(times, *shape) if times > 1 else shape, dtype] += times * size
         return found
@@ -770,11 +799,10 @@ class Planned(HookedFunction):
         name: str,
         around: Surroundings,
         warn: Callable[[str], None] | None = None,
-        is_free: Sequence[bool] = (),
+        is_lent: Sequence[bool] = (),
     ) -> None:
-        """`is_free`: for each operand of a body, whether the function around has it without keeping it."""
         self.jaxpr, self.outside, self.name, self.around, self._warn = jaxpr, outside, name, around, warn
-        self._is_free = is_free or [False] * len(outside)
+        self._is_lent = is_lent or [False] * len(outside)
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
@@ -795,18 +823,26 @@ class Planned(HookedFunction):
                 f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
                 "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
             )
-        if limit is None or plan.bytes_at(math.inf) <= limit:
+        if limit is None:
             return plan
-        price = plan.price_for(limit)
-        if (least := plan.bytes_at(price)) > limit and self._warn:
+        price, tried = math.inf, [(plan.bytes_at(math.inf), plan)]
+        while tried[-1][0] > limit and price != _PRICES[1]:
+            # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
+            # tests: test_limit.py::test_what_a_body_reads_counts
+            price = tried[-1][1].price_for(limit) if len(tried) < _MOST_PLANS else _PRICES[1]
+            plan = self._plan_at(self.around._replace(price=price), types, nonzero, plans_bodies)
+            tried.append((plan.bytes_at(price), plan))
+        least, plan = min(tried, key=operator.itemgetter(0))
+        if least > limit and self._warn:
             self._warn(
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
                 f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again."
             )
-        return self._plan_at(self.around._replace(price=price), types, nonzero, plans_bodies)
+        return plan
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
-        code, bodies = prepared(self.jaxpr, self.outside, around, plans_bodies)
+        is_free = [x is not False and not is_one for x, is_one in zip(self.outside, self._is_lent, strict=True)]
+        code, bodies = prepared(self.jaxpr, is_free, around, plans_bodies)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin = None
         if around.pair.is_selective or is_reported.value:
@@ -818,7 +854,7 @@ class Planned(HookedFunction):
             given = {v: carried if x is False else Origin() for v, x in zip(inputs, self.outside, strict=True)}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
-        return Plan(derivative, around.pair, self.outside, self.name, origin, around.price, bodies)
+        return Plan(derivative, around.pair, self.outside, self._is_lent, self.name, origin, around.price, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         with outside_blocks():
@@ -826,13 +862,9 @@ class Planned(HookedFunction):
             plans_bodies = not any(map(is_differentiated, primals))
             plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
-        inputs = plan.derivative.forward.invars[len(plan.derivative.consts) :]
-        unmarked = select(inputs, self._is_free)
-        for i, v in enumerate(plan.free if active.value is PLANNED else ()):
-            is_exact = plan.saved_inputs.get(v)
-            # A mark is an operation, so JAX would keep the slices of stacked weights that are marked in a scan.
-            if is_tracer(residuals[i]) and (is_exact or (is_exact is not None and v not in unmarked)):
-                mark = SavedByRule([typeof(residuals[i])], is_exact=is_exact)
+        for i, v in enumerate(plan.free if active.value is PLANNED and not self.around.within else ()):
+            if v in plan.saved_inputs and is_tracer(residuals[i]):
+                mark = SavedByRule([typeof(residuals[i])], is_exact=plan.saved_inputs[v])
                 residuals[i : i + 1] = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         linear = PlannedPullback(plan, residuals, len(arrays) + len(further))

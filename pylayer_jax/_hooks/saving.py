@@ -79,6 +79,17 @@ class SavedByRule(Identity):
         self.layer, self.is_exact = layer, is_exact
 
 
+class Lent(Identity):
+    """Marks what a function computes and bodies in it read: a plan around them keeps it, if their plans need it."""
+
+    name = "lent"
+
+    def __init__(self, types: Sequence[Any], functions: Sequence[Any], is_lent: Sequence[bool]) -> None:
+        super().__init__(types)
+        self.functions = functions  # the planned bodies
+        self.positions = [i for i, is_one in enumerate(is_lent) if is_one]  # among their inputs
+
+
 def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
     """Mark arrays, while a plan is made, as residuals that it leaves as they are. Inputs are not marked."""
     if active.value is not PLANNED:
@@ -91,7 +102,7 @@ def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
 
 def mark_of(equation: Any) -> Any:
     payload = payload_of(equation) if equation.primitive is rule_function_p else None
-    return payload if isinstance(payload, (Held, SavedByRule)) else None
+    return payload if isinstance(payload, (Held, Lent, SavedByRule)) else None
 
 
 # -- packed tensors of a layer or a rule -------------------------------------------------------------------

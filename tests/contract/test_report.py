@@ -106,7 +106,7 @@ def test_an_input_with_a_name_is_an_input():
 
 def test_what_a_branch_or_an_iteration_packs_has_its_own_name():
     def branches(x):
-        return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ W), lambda x: jnp.cos(x), jnp.sin(x))
+        return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ W), lambda x: -x, jnp.sin(x))
 
     def nested(x):
         rows = lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x)  # noqa: E731

@@ -10,7 +10,7 @@ import pytest
 
 from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, recompute_saved, save_on_cpu
-from tests.kit.layers import Matmul, Tanh, layer
+from tests.kit.layers import Matmul, Multiply, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import AT_LEAST, norm, relative_error
@@ -153,12 +153,20 @@ def integers(ws, x):
     return jnp.sum(jax.lax.scan(body, (x[0], jnp.arange(64)), None, length=8)[0][0])
 
 
+def saved_by_layers(ws, x):
+    y = jnp.tanh(x)
+    z = jax.lax.cond(x[0, 0] > 0, Matmul.apply, lambda y, w: y, y, ws[0])
+    return jnp.sum(jax.lax.scan(lambda c, w: (Multiply.apply(c @ w, y), None), z, ws)[0])
+
+
 WITH_LOOPS = {
     "branches of one type": switch(carried(jnp.tanh), carried(jnp.sin)),
     "branches of two types": switch(carried(jnp.tanh), lambda x, ws: x + jnp.sum(carried(jnp.sin)(x[:9], ws))),
     "slices that the function computes": sorted_slices,
     "integers": integers,
     "nested loops": nested,
+    "what a body reads": lambda ws, x: jnp.sum(jax.lax.map(lambda y: jnp.sin(jnp.sum(y)), jnp.sort(x, 0))),
+    "layers": saved_by_layers,
 }
 
 
@@ -179,6 +187,11 @@ def test_a_layer_in_a_scan_keeps_no_copy_of_stacked_weights():
         return jnp.sum(jax.lax.scan(lambda x, w: (Matmul.apply(x, w), None), x, ws[1:].mT)[0])
 
     assert bytes_held(recompute_saved()(loss)) == 3 * X.nbytes
+
+
+def test_slices_that_a_layer_saves_are_packed():
+    f = lambda apply: lambda ws, x: jnp.sum(jax.lax.scan(lambda c, y: (apply(c, y), None), x, x @ ws)[0] ** 2)  # noqa: E731
+    assert bytes_held(cast_saved()(f(Multiply.apply))) == bytes_held(cast_saved()(f(jnp.multiply)))
 
 
 def operations_of(f):

@@ -198,6 +198,10 @@ MULTIPLYING = {
     "log near 0": lambda w, x: jnp.sum(jnp.log(jnp.abs(jnp.tanh(x @ w)) + 1e-4) ** 2),
     "log in a long jitted function": lambda w, x: jnp.sum(long_log(jnp.tanh(x @ w)) * (x @ V)),
     "a difference of near values": lambda w, x: jnp.sum(jnp.tanh(100 * ((x @ w + 50.0) - (x @ w * 0.999 + 50.0)))),
+    "in a branch": lambda w, x: jnp.sum(
+        jax.lax.cond(x[0, 0] > 9, jnp.tanh, lambda h: jnp.sin(50 * h), x @ w) * (x @ V)
+    ),
+    "in a loop": lambda w, x: jnp.sum(jax.lax.scan(lambda c, h: (c * jnp.sin(50 * h), c), x @ V, (x @ w)[None])[0]),
     "x * int(x)": lambda w, x: jnp.sum(jnp.sin((h := 4 * (x @ w)) * h.astype(jnp.int32).astype(h.dtype) @ V)),
 }
 
