@@ -78,6 +78,7 @@ from .pack import Origin, Pair, is_selected, pack_tensor, restored, roundings_of
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import BODIES, JITTED, ROWS, UNKNOWN
 from .saving import (
+    Exact,
     Held,
     HookedFunction,
     Lent,
@@ -501,18 +502,27 @@ class Plan:
                 to_visit += variables(e.invars) if e else []
         return found
 
+    def _lent_to(self, v: Any) -> list[tuple[Plan, Any]]:
+        """Return the plans of the bodies that read a variable, each with the input that gets it."""
+        marks = [(mark, i) for mark, i in self.derivative.marks.get(v, ()) if isinstance(mark, Lent)]
+        plans = [(f.plan, mark.positions[i]) for mark, i in marks for f in mark.functions if f and f.plan]
+        return [(plan, plan.inputs[position]) for plan, position in plans]
+
     def _saved(self, v: Any) -> list[bool]:
         """Return, for each rule of a user that saves a variable, here or in a body, whether it must not be rounded."""
-        found = list[bool]()
-        for mark, i in self.derivative.marks.get(v, ()):
-            if isinstance(mark, SavedByRule):
-                found.append(mark.is_exact)
-            elif isinstance(mark, Lent):
-                plans = [function.plan for function in mark.functions if function and function.plan]
-                found += [
-                    plan.saved_inputs[x] for plan in plans if (x := plan.inputs[mark.positions[i]]) in plan.saved_inputs
-                ]
-        return found
+        found = [mark.is_exact for mark, _ in self.derivative.marks.get(v, ()) if isinstance(mark, SavedByRule)]
+        return found + [plan.saved_inputs[x] for plan, x in self._lent_to(v) if x in plan.saved_inputs]
+
+    def _is_exact(self, v: Any) -> bool:
+        """Return whether another decorated function, here or in a body, computes from a variable again."""
+        is_marked = any(isinstance(mark, Exact) for mark, _ in self.derivative.marks.get(v, ()))
+        return is_marked or any(plan._is_exact(x) for plan, x in self._lent_to(v))
+
+    def _inputs_of(self, v: Any) -> list[Any]:
+        """Return the free inputs from which a free variable follows."""
+        if v not in self.graph.free:
+            return []
+        return [x for y in variables(self.maker[v].invars) for x in self._inputs_of(y)] if v in self.maker else [v]
 
     @functools.cached_property
     def saved_inputs(self) -> dict[Any, bool]:
@@ -520,18 +530,18 @@ class Plan:
         # A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
         is_exact_of: dict[Any, bool] = {}
         for v in self.derivative.marks:
-            exact = self._saved(v)
-            to_visit = [v] if exact else []
-            while to_visit:
-                x = to_visit.pop()
-                if x in self.maker:
-                    to_visit += variables(self.maker[x].invars) if x in self.graph.free else []
-                elif x in self.graph.free:
-                    is_exact_of[x] = any(exact) or is_exact_of.get(x, False)
+            if exact := self._saved(v):
+                is_exact_of |= {x: any(exact) or is_exact_of.get(x, False) for x in self._inputs_of(v)}
         return is_exact_of
 
+    @functools.cached_property
+    def exact_inputs(self) -> set[Any]:
+        """Return the free inputs from which backward computes something again."""
+        read = variables([x for v in self.made for x in self.maker[v].invars])
+        return {x for v in read for x in self._inputs_of(v)}
+
     def _keeping(self, v: Any) -> Keeping:
-        if is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
+        if self._is_exact(v) or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
             return as_it_is(v)
         type_ = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if type_ not in self._keeping_of:
@@ -863,9 +873,11 @@ class Planned(HookedFunction):
             plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
         for i, v in enumerate(plan.free if active.value is PLANNED and not self.around.within else ()):
-            if v in plan.saved_inputs and is_tracer(residuals[i]):
-                mark = SavedByRule([typeof(residuals[i])], is_exact=plan.saved_inputs[v])
-                residuals[i : i + 1] = apply(mark, [residuals[i]])
+            if is_tracer(residuals[i]):  # in another decorated function, which may pack or recompute it
+                types, is_exact = [typeof(residuals[i])], plan.saved_inputs.get(v)
+                marks: list[Any] = [] if is_exact is None else [SavedByRule(types, is_exact=is_exact)]
+                for mark in [*marks, *([Exact(types)] if v in plan.exact_inputs else [])]:
+                    residuals[i : i + 1] = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         linear = PlannedPullback(plan, residuals, len(arrays) + len(further))
         arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]

@@ -79,6 +79,12 @@ class SavedByRule(Identity):
         self.layer, self.is_exact = layer, is_exact
 
 
+class Exact(Identity):
+    """Marks what a decorated function gets from another one, and computes from again: it must not be rounded."""
+
+    name = "exact"
+
+
 class Lent(Identity):
     """Marks what a function computes and bodies in it read: a plan around them keeps it, if their plans need it."""
 
@@ -102,7 +108,7 @@ def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
 
 def mark_of(equation: Any) -> Any:
     payload = payload_of(equation) if equation.primitive is rule_function_p else None
-    return payload if isinstance(payload, (Held, Lent, SavedByRule)) else None
+    return payload if isinstance(payload, (Exact, Held, Lent, SavedByRule)) else None
 
 
 # -- packed tensors of a layer or a rule -------------------------------------------------------------------

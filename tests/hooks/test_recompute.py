@@ -230,6 +230,14 @@ def test_a_tensor_is_not_computed_from_coarser_ones(pair):
     assert any(row.packed_bytes >= row.bytes // 2 for row in shown)
 
 
+def test_what_an_inner_decorated_function_computes_from_again_is_not_rounded():
+    inner = recompute_saved()(lambda h: jnp.sin(50 * h))
+    in_a_loop = lambda h: jax.lax.scan(lambda c, _: (inner(h) + jnp.sum(c), None), h, None, length=2)[0]  # noqa: E731
+    for g in (inner, in_a_loop):
+        f = lambda w, x, g=g: jnp.sum(g(x @ w))  # noqa: E731
+        assert relative_error(gradient(quantize_saved()(f))(W, X), gradient(f)(W, X)) < 1e-5
+
+
 @pytest.mark.parametrize("pair", ["cast", "8 bits", "4 bits"])
 def test_what_a_max_pooling_compares_is_not_rounded(pair):
     def pooled(w, x):
