@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -41,6 +42,7 @@ _UNIT: Final = 1024  # an operation, in the capacities of a graph
 _BYTE: Final = 1 << 40  # a byte, where bytes are compared first
 _STEP: Final = 0.05
 _INFINITE: Final = 1 << 200
+_MOST_DEGREES: Final = 2.1  # the error of a gradient is at most about twice that without recomputation
 
 
 def _size(shape: Sequence[Any]) -> float:
@@ -118,14 +120,19 @@ def as_it_is(v: Any) -> Keeping:
 class Made(NamedTuple):
     """What is known about a value that backward has or computes."""
 
-    rounded: frozenset[Any]  # the kept variables with an error from which it is computed
+    # The kept variables with an error from which it is computed, each with how many times it has their relative error.
+    degrees: Counter[Any]
     roundings: frozenset[Rounding]
     operations: frozenset[Any]  # those with which it shares the tensors that they keep
     steep: frozenset[Any]  # the variables whose equations may have enlarged an error
     by: str  # the primitive that computes it again; "" for a kept variable
 
+    @property
+    def rounded(self) -> frozenset[Any]:
+        return frozenset(self.degrees)
 
-_FREE: Final = Made(frozenset(), frozenset(), frozenset(), frozenset(), "")
+
+_FREE: Final = Made(Counter(), frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
@@ -319,8 +326,8 @@ class Graph:
         for v, source in {**dict(zip(operations, operations, strict=True)), **self._lender}.items():
             is_lent = source in self._lender
             roundings = roundings_of(self.pair.all_steps(), v.aval) if is_lent else self.keeping(v).roundings
-            rounded = frozenset([source]) if roundings else frozenset[Any]()
-            known[v] = Made(rounded, roundings, operations[source], frozenset(), "")
+            degrees = Counter[Any]([source] if roundings else [])
+            known[v] = Made(degrees, roundings, operations[source], frozenset(), "")
         made: dict[Any, Made] = {}
         failed: set[Any] = set()
         for v in order:
@@ -331,7 +338,7 @@ class Graph:
             reason = None if is_exempt else self._objection(v, e, operands, result)
             if reason:
                 failed |= reason
-                result = result._replace(rounded=frozenset([v]), steep=frozenset())
+                result = result._replace(degrees=Counter([v]), steep=frozenset())
             known[v] = made[v] = result
         return made, failed
 
@@ -341,8 +348,11 @@ class Graph:
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
         if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
             steep |= {v}
+        row, degrees = ROWS[name], Counter[Any]()
+        for x in operands:
+            degrees = degrees + x.degrees if row.adds_degrees else degrees | x.degrees
         return Made(
-            frozenset[Any]().union(*[x.rounded for x in operands]),
+            Counter({source: row.degree(e, degree) for source, degree in degrees.items()}),
             frozenset[Rounding]().union(*[x.roundings for x in operands]),
             shared | self.operations_of.get(v, frozenset()),
             steep,
@@ -389,6 +399,8 @@ class Graph:
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
         own = self.keeping(v).roundings
         if own and result.roundings and v in self.amplified:
+            return False
+        if math.hypot(*result.degrees.values()) > _MOST_DEGREES:
             return False
         if UNKNOWN in result.roundings and UNKNOWN not in own:
             return False

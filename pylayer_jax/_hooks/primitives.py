@@ -179,6 +179,9 @@ class Row(NamedTuple):
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again
+    # How many times its result has a relative error that its operand has so many times; of a product, these add up.
+    degree: Callable[[Any, float], float] = lambda _, degree: degree
+    adds_degrees: bool = False
 
 
 KEPT: Final = Row()
@@ -187,7 +190,7 @@ KEPT: Final = Row()
 def _rows() -> dict[str, Row]:
     exact, relative, any_error = Error.EXACT, Error.RELATIVE, tuple(Error)
 
-    def row(names: str, recomputed: dict[Error, Condition] | None = None, **facts: bool) -> dict[str, Row]:
+    def row(names: str, recomputed: dict[Error, Condition] | None = None, **facts: Any) -> dict[str, Row]:
         found = recomputed or {}
         if Error.UNKNOWN in found:
             found = found | {Error.OVERFLOWING: found[Error.UNKNOWN]}
@@ -225,16 +228,22 @@ def _rows() -> dict[str, Row]:
         **row("shift_left shift_right_arithmetic shift_right_logical threefry2x32", costs=True),
         **row("neg", everywhere, keeps_nothing=True),
         **row("add add_any sub", sums, keeps_nothing=True),
-        **row("mul", elementwise(_either(_moves_range_once, _within, _near_one), integers=True), keeps_numbers=True),
-        **row("div", elementwise(_by_exact), keeps_numbers=True, amplifies=True),
-        **row("square", elementwise(_always)),
-        **row("integer_pow", elementwise(_square_or_within)),
+        **row(
+            "mul",
+            elementwise(_either(_moves_range_once, _within, _near_one), integers=True),
+            keeps_numbers=True,
+            adds_degrees=True,
+        ),
+        **row("div", elementwise(_by_exact), keeps_numbers=True, amplifies=True, adds_degrees=True),
+        **row("square", elementwise(_always), degree=lambda _, d: 2 * d),
+        **row("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
         # 1 - y², in the derivative of tanh. It multiplies a relative error of y, but not one of the operand of tanh.
-        **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _always}),
+        **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
         **row("abs clamp max min select_n", elementwise(_within)),
-        **row("erf logistic tanh", elementwise(_of_formula)),
+        **row("logistic", elementwise(_of_formula)),
+        **row("erf tanh", elementwise(_of_formula), degree=lambda _, d: min(d, 1)),
         **row("cbrt", elementwise()),
-        **row("rsqrt sqrt", elementwise(), amplifies=True),
+        **row("rsqrt sqrt", elementwise(), amplifies=True, degree=lambda _, d: d / 2),
         **row("exp exp2 expm1 log log1p pow", only_exact, amplifies=True),
         **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact),
         **row("and not or xor", of_integers),
