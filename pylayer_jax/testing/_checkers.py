@@ -56,7 +56,7 @@ def check_layer(
       all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, as
       in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that no entry of the values takes
-      (of `jnp.where`, `jnp.clip`, `abs`, a mask, a sort, ...): pass arguments for which an entry takes it;
+      (of `jnp.where`, `jnp.clip`, `abs`, a mask, ...): pass arguments for which an entry takes it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
       A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
@@ -282,10 +282,9 @@ def gradcheck(
     They must be linear in the cotangents.
 
     Gradients are also compared at random values, if `fun` accepts them, and at `100 * args` and `0.01 * args`, if its
-    outputs are finite there; there, `fun` may clip, and its gradients may overflow. In an array of random values, all
-    are positive, or sorted along the last axis, if those in `args` are, and they are in [-1, 1] if those in `args` are,
-    unless `fun` fails at all such values. If `fun` needs special values such as symmetric matrices, check a function
-    that makes them: `lambda a: Layer.apply((a + a.T) / 2)`.
+    outputs are finite there; there, `fun` may clip, and its gradients may overflow. Random values are positive if those
+    in `args` are. If `fun` needs special values such as symmetric matrices, check a function that makes them:
+    `lambda a: Layer.apply((a + a.T) / 2)`.
 
     Choose arguments away from kinks, where even a right gradient may differ from the central difference. Branches that
     no value takes give a UserWarning. Shapes, dtypes, integers and statics stay as given: check several.

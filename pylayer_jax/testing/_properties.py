@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -136,9 +135,9 @@ def _cases_at(
 # -- other values ---------------------------------------------------------------------------------
 
 # At ones, at equal arguments, or at a symmetric matrix, even a wrong `backward` of a product, which forgets a transpose
-# or swaps two gradients, may return the right gradients. Therefore each entry is multiplied by a different random
-# number: [0.2, -0.9] may become [-0.16, 0.74]. Positive values remain positive, sorted values remain sorted, and the
-# first random values remain in [-1, 1] if the user's values are in this range.
+# or swaps two gradients, may return the right gradients; so may one for which the last entry is always the largest.
+# Therefore absolute values are shuffled in each row and multiplied by different random numbers: [0.2, -0.9] may become
+# [-0.74, -0.16]. Positive values remain positive.
 
 # The range of the random factors, and whether signs may change. The largest changes come first.
 _RANDOM_FACTORS = {
@@ -169,32 +168,23 @@ def _may_change_sign(x: np.ndarray) -> bool:
 
 
 def _randomized(x: np.ndarray, low: float, high: float, changes_signs: bool, rng: np.random.Generator) -> np.ndarray:
-    size = np.abs(x)
-    nonzero = size[np.isfinite(size) & (size > 0)]
+    is_usual = np.isfinite(x) & (x != 0)
     # Zeros are replaced, because zeros such as those of a unit matrix may hide a wrong gradient.
-    size = np.where(size == 0, np.median(nonzero) if nonzero.size else 1.0, size) * rng.uniform(low, high, x.shape)
-    if np.max(nonzero, initial=0.0) <= 1 and low < 1 < high:
-        size = np.where(size > 1, 1 / size, size)
+    size = np.where(is_usual, np.abs(x), np.median(np.abs(x[is_usual])) if np.any(is_usual) else 1.0)
+    size = (rng.permuted(size, axis=-1) if x.ndim else size) * rng.uniform(low, high, x.shape)
     if np.iscomplexobj(x):
-        angle = rng.uniform(0, 2 * np.pi, x.shape) if changes_signs else np.angle(x)
-        other = size * np.exp(1j * angle)
+        signs = np.exp(1j * (rng.uniform(0, 2 * np.pi, x.shape) if changes_signs else np.angle(x)))
+    elif not _may_change_sign(x):  # zeros get the sign of the other entries
+        signs = -1.0 if np.max(x, initial=0.0) <= 0 else 1.0
     else:
-        if not _may_change_sign(x):  # zeros get the sign of the other entries
-            signs = -1.0 if np.max(x, initial=0.0) <= 0 else 1.0
-        else:
-            signs = rng.choice([-1.0, 1.0], x.shape) if changes_signs else np.where(x < 0, -1.0, 1.0)
-        other = signs * size
-        for direction in (1, -1):
-            if x.ndim and x.shape[-1] > 1 and np.all(np.diff(direction * x) > 0):
-                other = direction * np.sort(direction * other)
-    return np.where(np.isfinite(x), other, x)
+        signs = rng.choice([-1.0, 1.0], x.shape) if changes_signs else np.where(x < 0, -1.0, 1.0)
+    return np.where(np.isfinite(x), signs * size, x)
 
 
 # -- branches that no value takes -----------------------------------------------------------------
 
 # Primitives with branches (`jnp.where` applies select_n, `jnp.clip` max and min, `x * (x > 0)` convert_element_type),
-# with a function from the equation and its operands to the mask of the entries that take each branch, or to a row of
-# positions per decision: the branch is taken if two rows differ.
+# with a function from the equation and its operands to the mask of the entries that take each branch.
 #
 #     lambda x: jnp.maximum(x, 0)    x = [-1, 2]    {"its first operand": [F, T], "its second operand": [T, F]}
 _BRANCHES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -208,10 +198,6 @@ _BRANCHES: dict[str, Callable[..., dict[str, Any]]] = {
         lambda _, x: {} if jnp.iscomplexobj(x) else {"of a negative number": x < 0, "of a positive number": x > 0},
     ),
     "convert_element_type": lambda _, x: _masks_of_cases(x, 2) if x.dtype == bool else {},
-    **dict.fromkeys(("reduce_max", "argmax"), lambda e, x: _orders(x, e.params["axes"], slice(-1, None))),
-    **dict.fromkeys(("reduce_min", "argmin"), lambda e, x: _orders(x, e.params["axes"], slice(1))),
-    "sort": lambda e, x, *_: _orders(x, (e.params["dimension"],)),
-    "top_k": lambda e, x: _orders(x, (e.params["axis"],), slice(-e.params["k"], None)),
 }
 _POSITIVE = ("abs", "exp", "exp2", "logistic", "sqrt", "square")  # and what follows from these by:
 _KEEPS_SIGN = ("add", "broadcast_in_dim", "convert_element_type", "div", "mul", "reduce_max", "reduce_sum", "reshape")
@@ -220,13 +206,6 @@ _KEEPS_SIGN = ("add", "broadcast_in_dim", "convert_element_type", "div", "mul", 
 def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
     names = ("False", "True") if count == 2 else [f"case {i}" for i in range(count)]
     return {name: which == np.asarray(i, which.dtype) for i, name in enumerate(names)}
-
-
-def _orders(x: Any, axes: Sequence[int], chosen: slice = slice(None)) -> dict[str, Any]:
-    """Return for each row along `axes` the positions of the entries that are chosen from the sorted row."""
-    count = math.prod(x.shape[axis] for axis in axes)
-    rows = jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(-1, count or 1)
-    return {"another choice": jnp.argsort(rows)[:, chosen]} if x.size and count > 1 and has_tangent(x) else {}
 
 
 def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
@@ -249,31 +228,14 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
     points = [(values, w) for values in accepted]
     points += [(accepted[0], {k: scaled(factor, x) for k, x in w.items()}) for factor in (*_FAR, -1.0)]
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(changed: str, *leaves: Any) -> tuple[list[Any], dict[tuple[int, str], dict[str, Any]]]:
+    @jax.jit
+    def run(*leaves: Any) -> dict[tuple[int, str], Any]:
         inputs = [*(_Value(x, False, True) for x in consts), *(_Value(x, True, True) for x in leaves)]
-        outputs, selections = _evaluate(jaxpr, inputs, changed)
-        return [x.array for x in outputs], {(i, operation): taken for i, (operation, taken) in enumerate(selections)}
+        return {(i, branch): is_taken for i, (branch, is_taken) in enumerate(_evaluate(jaxpr, inputs)[1])}
 
-    def run_at_points(changed: str) -> Any:
-        return jax.tree.map(lambda *xs: np.stack(xs), *(run(changed, *jax.tree.leaves(point)) for point in points))
-
-    def has_effect(operation: str) -> bool:  # the maximum that a softmax subtracts has none
-        with contextlib.suppress(Exception):  # host code may refuse other values
-            others, rtol = run_at_points(operation)[0], subject.epsilon**0.5
-            are_close = lambda x, y: np.allclose(exact(y), exact(x), rtol, rtol * largest(x), equal_nan=True)  # noqa: E731
-            return not all(map(are_close, outputs, others))
-        return True
-
-    outputs, selections = run_at_points("")
-    operation_of = {
-        f"{operation} is never {branch}": operation
-        for (_, operation), is_taken in selections.items()
-        for branch, x in is_taken.items()
-        if not np.any(x if x.dtype == bool else x != x[:1, :1])
-    }
-    missed = [text for text, operation in operation_of.items() if has_effect(operation)]
-    return f"branches that no value takes: {', '.join(missed)}" if missed else ""
+    taken = [run(*jax.tree.leaves(point)) for point in points]
+    missed = [key[1] for key in taken[0] if not any(at_point[key] for at_point in taken)]
+    return f"branches that no value takes: {', '.join(dict.fromkeys(missed))}" if missed else ""
 
 
 class _Value(NamedTuple):
@@ -282,44 +244,38 @@ class _Value(NamedTuple):
     is_signed: bool  # whether it may be negative
 
 
-_Selection = tuple[str, dict[str, Any]]  # "max at layers.py:12", and what `_BRANCHES` gives
-
-
 def _evaluate(
-    jaxpr: Any, inputs: Sequence[_Value], changed: str = "", within: tuple[Any, ...] = ()
-) -> tuple[list[_Value], list[_Selection]]:
-    """Return the outputs, where `changed` names an operation with other results, and selections by variables."""
-    selections: list[_Selection] = []
+    jaxpr: Any, inputs: Sequence[_Value], within: tuple[Any, ...] = ()
+) -> tuple[list[_Value], list[tuple[str, Any]]]:
+    """Return the outputs, and for each branch that variables select a text and whether some entry takes it."""
+    branches: list[tuple[str, Any]] = []
 
     def rule(equation: Any, operands: list[_Value]) -> list[_Value]:
         name, equations, arrays = equation.primitive.name, (*within, equation), [x.array for x in operands]
-        operation = " at ".join(filter(None, [name, line_of(equations)])) if name in _BRANCHES else name
         is_variable = any(x.is_variable for x in operands) and not _is_guard(equation, operands)
         decides = operands[0].is_variable if name in ("select_n", "cond") else is_variable  # the first operand selects
         if name in _BRANCHES and decides and (name not in ("abs", "sign") or operands[0].is_signed):
+            operation = " at ".join(filter(None, [name, line_of(equations)]))
             masks = _BRANCHES[name](equation, *arrays)
-            selections.append((operation, {k: jnp.any(x) if x.dtype == bool else x for k, x in masks.items()}))
+            branches.extend((f"{operation} is never {branch}", jnp.any(mask)) for branch, mask in masks.items())
         inner = inner_jaxprs(equation.params)
         # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
         is_call = len(inner) == 1 and not inner[0].constvars and name not in ("scan", "shard_map")
         if is_call and [v.aval.shape for v in inner[0].invars] == [v.aval.shape for v in equation.invars]:
-            results, inner_selections = _evaluate(inner[0], operands, changed, equations)
-            selections.extend(inner_selections)
+            results, inner_branches = _evaluate(inner[0], operands, equations)
+            branches.extend(inner_branches)
             return results
-        arrays = evaluate_equation(equation, arrays)
-        arrays = list(map(_other, arrays)) if operation == changed else arrays
         # JAX itself compares each index with 0, so an integer counts only if it may be the index of a `cond`.
         is_index = name == "convert_element_type" and equation.invars[0].aval.dtype == bool
         is_signed = name not in _POSITIVE and (name not in _KEEPS_SIGN or any(x.is_signed for x in operands))
-        return [_Value(x, is_variable and (is_index or has_tangent(x) or x.dtype == bool), is_signed) for x in arrays]
+        return [
+            _Value(x, is_variable and (is_index or has_tangent(x) or x.dtype == bool), is_signed)
+            for x in evaluate_equation(equation, arrays)
+        ]
 
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     of_literal = lambda a: _Value(a.val, False, bool(np.any(a.val < 0)))  # noqa: E731
-    return interpret(rule, jaxpr.eqns, known, jaxpr.outvars, of_literal), selections
-
-
-def _other(x: Any) -> Any:
-    return ~x if x.dtype == bool else x if is_key(x) else x + (1 + jnp.abs(x) / 64).astype(x.dtype)
+    return interpret(rule, jaxpr.eqns, known, jaxpr.outvars, of_literal), branches
 
 
 def _is_guard(equation: Any, operands: Sequence[_Value]) -> bool:
