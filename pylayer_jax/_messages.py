@@ -119,67 +119,39 @@ chunk: jnp.array_split(x, n, axis) for x.chunk(n, axis), if n divides the length
 unbind: list(x) for x.unbind(0)
 cat: jnp.concatenate([x, y], 1) for torch.cat([x, y], 1)
 t: x.T for x.t()
-to type cast: x.astype(dtype) for x.to(dtype)
+to type cast float double half bfloat16 int long bool: x.astype(dtype) for x.to(dtype); x.astype(jnp.int32) for x.int()
 type_as: x.astype(y.dtype) for x.type_as(y)
-float: x.astype(jnp.float32) for x.float()
-double: x.astype(jnp.float64) for x.double()
-half: x.astype(jnp.float16) for x.half()
-bfloat16: x.astype(jnp.bfloat16) for x.bfloat16()
-int long: x.astype(jnp.int32) for x.int()
-bool: x.astype(jnp.bool) for x.bool()
 tensor as_tensor: jnp.asarray(values) for torch.tensor(values)
 clone: x itself, which never changes; jnp.copy(x) is a second array
 contiguous is_contiguous stride storage: x itself: JAX lays out arrays by itself
 detach data: jax.lax.stop_gradient(x) for x.detach()
 cpu cuda is_cuda get_device place: nothing, or jax.device_put(x, device): JAX places arrays by itself
-data_ptr: arrays have no address in traced code; a kernel of your own gets them by jax.ffi.ffi_call or jax.pure_callback
 numpy: np.asarray(x), outside of traced code; with host = True on the class, methods get NumPy arrays
-abs exp log log1p expm1 sqrt square sign sin cos tanh floor ceil trunc reciprocal isnan: jnp.{}(x) for x.{}()
+abs exp log log1p expm1 sqrt square sign sin cos tanh floor ceil trunc reciprocal isnan tril triu: jnp.{}(x) for x.{}()
 sigmoid relu: jax.nn.{}(x) for x.{}()
-softmax log_softmax: jax.nn.{}(x, axis) for x.{}(axis)
-logsumexp: jax.nn.logsumexp(x, axis) for x.logsumexp(axis)
+softmax log_softmax logsumexp: jax.nn.{}(x, axis) for x.{}(axis)
 erf rsqrt: jax.lax.{}(x) for x.{}()
 maximum minimum: jnp.{}(x, y) for x.{}(y)
 amax amin: jnp.{}(x, axis) for x.{}(axis)
-pow: x ** n for x.pow(n)
-mul: x * y for x.mul(y)
-add: x + y for x.add(y)
-sub: x - y for x.sub(y)
-div: x / y for x.div(y)
-neg: -x for x.neg()
-lt: x < y for x.lt(y)
-le: x <= y for x.le(y)
-gt: x > y for x.gt(y)
-ge: x >= y for x.ge(y)
-eq: x == y for x.eq(y)
-ne: x != y for x.ne(y)
+lt le gt ge eq ne add sub mul div pow neg: operators; x < y for x.lt(y); x ** n for x.pow(n); -x for x.neg()
 mm mv matmul: x @ w for x.matmul(w)
 bmm: x @ y for torch.bmm(x, y)
-addmm: bias + x @ w for torch.addmm(bias, x, w)
-ger outer: jnp.outer(v, v) for v.outer(v)
 norm: jnp.linalg.norm(x, axis=1) for x.norm(dim=1); jnp.linalg.norm(x.ravel(), p) for x.norm(p)
 clamp: jnp.clip(x, low, high) for x.clamp(low, high)
 masked_fill: jnp.where(mask, value, x) for x.masked_fill(mask, value)
 gather: jnp.take_along_axis(x, index, axis) for x.gather(axis, index), if all other axes of x and index are as long
 scatter_add: x.at[jnp.arange(len(index))[:, None], index].add(src) for x.scatter_add(1, index, src)
-index_add: x.at[rows].add(y) for x.index_add(0, rows, y)
 index_select: jnp.take(x, rows, 0) for x.index_select(0, rows)
 topk: jax.lax.top_k(x, k) for x.topk(k)
 roll: jnp.roll(x, n, 0) for x.roll(n, 0)
 flip: jnp.flip(x, 0) for x.flip(0)
-tril triu: jnp.{}(x) for x.{}()
 requires_grad stop_gradient: ctx.needs_input_grad[i] tells it; jax.lax.stop_gradient(x) cuts a gradient
 grad: a gradient is returned by backward and by jax.grad
 backward: y, pull = jax.vjp(f, x), then pull(dy)
 no_grad: nothing in forward and backward; elsewhere jax.lax.stop_gradient(x)
 register_hook: a layer whose backward returns the changed gradient
 saved_variables: ctx.saved_tensors
-new new_tensor: jnp.asarray(values, x.dtype), or jnp.zeros(shape, x.dtype)
-new_zeros: jnp.zeros((3, 4), x.dtype) for x.new_zeros((3, 4))
-new_ones: jnp.ones((3, 4), x.dtype) for x.new_ones((3, 4))
-new_full: jnp.full((3, 4), n, x.dtype) for x.new_full((3, 4), n)
-new_empty: jnp.zeros(shape, x.dtype)
-is_floating_point: jnp.issubdtype(x.dtype, jnp.floating) for x.is_floating_point()
+new_zeros new_ones new_full new_empty: jnp.zeros((3, 4), x.dtype) for x.new_zeros((3, 4))
 """
 _IN_JAX: Final = {
     name: text.replace("{}", name) for names, _, text in (line.partition(": ") for line in _TABLE.strip().splitlines())
@@ -254,22 +226,13 @@ def hint(error: Exception, layer: str, method: str) -> str:
 
 def _hint_for_attribute(error: AttributeError) -> str:
     owner: Any = error.obj
-    if error.name == "saved_variables":
-        return f"In JAX: {_IN_JAX[error.name]}."
-    if isinstance(owner, types.ModuleType):
-        is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
-    else:
-        is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # If code sets an attribute of a tracer, the error's `name` and `obj` are None in Python 3.11.
-    written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
-    name = (error.name if is_numeric else None) or (written and written[1])
-    if not name:
-        return ""
-    if name.endswith("_") and not name.startswith("_"):
-        return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
-    if name in _IN_JAX:
-        return f"{name} is of torch or Paddle. In JAX: {_IN_JAX[name]}."
-    return f"An array takes no attributes under jit: keep it on the context, ctx.{name} = value." if written else ""
+    module = owner.__name__.partition(".")[0] if isinstance(owner, types.ModuleType) else ""
+    is_numeric = module in ("jax", "numpy") or is_tensor(owner) or isinstance(owner, jax.Array)
+    if error.name == "saved_variables" or (is_numeric and error.name in _IN_JAX):
+        return f"{error.name} is of torch or Paddle. In JAX: {_IN_JAX[error.name]}."
+    if is_numeric and error.name.endswith("_") and not error.name.startswith("_"):
+        return f"x.{error.name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
+    return ""
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------
