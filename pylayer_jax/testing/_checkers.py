@@ -362,9 +362,7 @@ def assert_equivalent(
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
-        reference: a function of the same `args` that returns the same tensors, in any containers. If it also returns
-            other objects, the layer must return as many of the same types, and equal ones if they are numbers, strings
-            or bytes.
+        reference: a function of the same `args` that returns the same tensors, in any containers.
         args: a tuple of any pytrees.
         orders: the orders of the derivatives to compare: 0 for outputs, 1 for gradients, up to 3.
         rtol: relative tolerance. The default is the square root of the machine epsilon.
