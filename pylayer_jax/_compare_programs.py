@@ -376,7 +376,7 @@ def _relative_error(got: Any, first: Any) -> float:
 
 
 @jax.jit
-def _sums_of_squares(got: Any, first: Any) -> tuple[list[Any], list[Any]]:
+def _sums_of_squares(got: Any, first: Any) -> tuple[list[Any], ...]:
     # Sums in bfloat16 would be inexact.
     got, first = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize < 4 else x, (got, first))
     trees = jax.tree.map(jnp.subtract, got, first), first

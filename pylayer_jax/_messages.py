@@ -185,15 +185,11 @@ def hint(error: Exception, layer: str, method: str) -> str:
             "jax.vmap(jax.grad(f), axis_name=...)."
         )
     if isinstance(error, TypeError) and re.search(r"pylayer_jax\._.*(PyLayerContext|FunctionCtx)", str(error)):
-        without = (
-            "forward may be transformed if it takes no ctx: write setup_context(ctx, inputs, output) in a Function"
-        )
-        if method == "forward":
-            without += ". static_argnums does not help: what the transformed function keeps on ctx ends with it"
         return (
             f"A transformation of JAX gets ctx, which is no array: it decorates {layer}.{method}, or a function that "
             f"{method} calls. Put jax.jit, jax.checkpoint, ... around the call, as in jax.jit({layer}.apply), which "
-            f"transforms backward too. A {without}."
+            "transforms backward too. Or write a Function whose forward takes no ctx, with setup_context(ctx, inputs, "
+            "output): such a forward may be transformed."
         )
     if "forward-mode autodiff" in str(error) and "custom_vjp" in str(error):
         return (
@@ -225,13 +221,13 @@ def hint(error: Exception, layer: str, method: str) -> str:
 
 
 def _hint_for_attribute(error: AttributeError) -> str:
-    owner: Any = error.obj
+    owner, name = error.obj, error.name or ""
     module = owner.__name__.partition(".")[0] if isinstance(owner, types.ModuleType) else ""
     is_numeric = module in ("jax", "numpy") or is_tensor(owner) or isinstance(owner, jax.Array)
-    if error.name == "saved_variables" or (is_numeric and error.name in _IN_JAX):
-        return f"{error.name} is of torch or Paddle. In JAX: {_IN_JAX[error.name]}."
-    if is_numeric and error.name.endswith("_") and not error.name.startswith("_"):
-        return f"x.{error.name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
+    if name == "saved_variables" or (is_numeric and name in _IN_JAX):
+        return f"{name} is of torch or Paddle. In JAX: {_IN_JAX[name]}."
+    if is_numeric and name.endswith("_") and not name.startswith("_"):
+        return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax.types import is_ref
-from pylayer_jax._messages import OnceDifferentiableError, plural
+from pylayer_jax._messages import OnceDifferentiableError
 from pylayer_jax._report import html_table, progress
 
 from . import _properties
@@ -87,8 +87,8 @@ def check_layer(
 
     Raises:
         AssertionError: if a property fails and `raises` is True. The message is the whole report.
-        TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, if
-            `skip` has an unknown name, or if an argument is a `jax.Ref`, whose state would differ between runs.
+        TypeError, ValueError: if there is nothing to check, if `skip` has an unknown name, or if an argument is a
+            `jax.Ref`, whose state would differ between runs.
     """
     function = tensor_function("check_layer", layer, args, kwargs)
     if any(map(is_ref, function.skeleton.statics())):
@@ -156,9 +156,9 @@ class Row:
         return f"{self.mark} {self.name:<{_WIDTH}}  {self.message}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerReport:
-    """Result of `check_layer`: its `str` has one line per property, its `repr` one line; notebooks show a table."""
+    """Result of `check_layer`, printed with one line per property; notebooks show a table."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -175,7 +175,7 @@ class LayerReport:
     def __getitem__(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def _repr_html_(self) -> str:
@@ -221,11 +221,6 @@ class LayerReport:
             )
         return hints
 
-    def __repr__(self) -> str:
-        failed = [row.name for row in self.rows if not row.passed]
-        verdict = f"failed: {', '.join(failed)}" if failed else "passed"
-        return f"<{type(self).__name__} of {self.layer}: {plural(len(self.rows), 'property', 'properties')}, {verdict}>"
-
 
 def _row_of(name: str, cases: Cases) -> Row:
     try:
@@ -234,12 +229,10 @@ def _row_of(name: str, cases: Cases) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error), error)
     except Exception as error:
-        # Leave out JAX's note about tracebacks, which begins with dashes.
-        notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
-        where = "".join(f" ({note})" for note in notes[:1])
+        notes = [f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith("This happened")]
         # Name the public base class of a private class of this package.
         public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
-        return Row(name, False, f"{public.__name__}: {first_line(error)}{where}", error)
+        return Row(name, False, f"{public.__name__}: {first_line(error)}{''.join(notes[:1])}", error)
 
 
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------
@@ -309,7 +302,7 @@ def gradcheck(
     Raises:
         AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
             both values and the tolerance.
-        TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
+        TypeError, ValueError: if there is nothing to check.
     """
     options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
     _check("gradcheck", fun, reference, args, [1], options)
@@ -371,7 +364,7 @@ def assert_equivalent(
 
     Raises:
         AssertionError: if a result of the layer is wrong. The message is like that of `gradcheck`.
-        TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
+        TypeError, ValueError: if there is nothing to compare.
     """
     if not orders or any(order not in range(4) for order in orders):
         raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")

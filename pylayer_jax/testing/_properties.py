@@ -76,36 +76,32 @@ def _also_at_other_values(
 ) -> Cases:
     """Compare at the user's values, at the first random values that the function accepts, and at `_FAR` multiples."""
     sentence = yield from compare_with(subject)
-    is_first_order = subject.base is None
-    accepted, refusal = {"": subject.root.function.values}, ""  # accepted: the values by description
-    options = dataclasses.replace(subject.options, limit=1)
-    for description, values in _random_values(subject.root.function.values, subject.random(0)):
-        cases, why_refused = _cases_at(subject, values, description, options, compare_with)
-        yield from cases
-        if cases:
-            accepted[description] = values
-            break
-        refusal = refusal or why_refused
-    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore far values permit an
-    # error that is small relative to `result_sizes`, the sizes of the results at the user's values. At large values,
-    # `least_size` is 0, because a step relative to 1 may leave the region in which the layer saturates. See "small
-    # scale" in tests/checkers/wrong_layers.py.
-    result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
-    for factor in _FAR if is_first_order else ():  # second derivatives would take long
-        values, description = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times"
-        least_size = 1.0 if factor < 1 else 0.0
-        far_options = dataclasses.replace(options, least_size=least_size, result_sizes=result_sizes)
-        cases, _ = _cases_at(subject, values, f"{description} the given ones", far_options, compare_with)
-        yield from cases
-        if cases:
-            accepted[description] = values
-    descriptions = ", ".join(filter(None, accepted))
-    other = f", and for other values ({descriptions})" if descriptions else ""
-    refused = "" if descriptions else f"; it takes no other values that were tried ({refusal})"
+    given, options = subject.root.function.values, dataclasses.replace(subject.options, limit=1)
+    groups = [[(*other, options) for other in _random_values(given, subject.random(0))]]
+    if subject.base is None:  # second derivatives would take long
+        # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore far values permit
+        # an error that is small relative to `result_sizes`, the sizes of the results at the user's values. At large
+        # values, `least_size` is 0, because a step relative to 1 may leave the region in which the layer saturates.
+        # See "small scale" in tests/checkers/wrong_layers.py.
+        sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
+        for factor in _FAR:
+            far = dataclasses.replace(options, least_size=1.0 if factor < 1 else 0.0, result_sizes=sizes)
+            groups.append([(f"{factor:g} times the given ones", [scaled(factor, x) for x in given], far)])
+    accepted, refusals = {"": given}, list[str]()  # accepted: the values by description
+    for group in groups:
+        for description, values, other_options in group:
+            cases, refusal = _cases_at(subject, values, description, other_options, compare_with)
+            yield from cases
+            if cases:
+                accepted[description.removesuffix(" the given ones")] = values
+                break
+            refusals.append(refusal)
+    others = ", ".join([*accepted][1:])
+    sentence += f", and for other values ({others})" if others else f"; it takes no others ({refusals[0]})"
     if subject.root.not_taken is None:  # else a check of a lower order tells
         subject.root.not_taken = _branches_not_taken(subject.root, list(accepted.values()))
-        refused += subject.root.not_taken and f"; {subject.root.not_taken}"
-    return f"{sentence}{other}{refused}"
+        sentence += subject.root.not_taken and f"; {subject.root.not_taken}"
+    return sentence
 
 
 def _cases_at(
@@ -116,7 +112,6 @@ def _cases_at(
     compare_with: Callable[[Subject], Cases],
 ) -> tuple[list[Case], str]:
     """Return the cases at `values` and "", or [] and the reason why the function refuses these values."""
-    label = f" for other values ({description})"
     try:
         other = subject.at(values, options)
         # The outputs of the user's function decide. A gradient that is NaN where they are finite is an error of the
@@ -126,6 +121,7 @@ def _cases_at(
         )
         if len(other_masks) != len(masks) or not all(map(np.array_equal, other_masks, masks)):
             return [], "it has outputs that are not finite"
+        label = f" for other values ({description})"
         return [dataclasses.replace(case, label=f"{case.label}{label}") for case in compare_with(other)], ""
     except Exception as error:  # a layer may raise an error for some values
         return [], f"{type(error).__name__}: {first_line(error)}"

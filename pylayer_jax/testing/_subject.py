@@ -175,13 +175,6 @@ def tensor_function(
             f"{checker}: none of the arguments holds an array of floating-point or complex numbers, so that there is "
             "no gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."
         )
-    for path, x in zip(result.paths, result.tensors, strict=True):
-        if not is_tracer(x) and not x.is_fully_addressable:
-            raise ValueError(
-                f"{checker}: {path} lies on devices of other processes too ({type_of(x)} with {x.sharding}); but "
-                f"{checker} compares every entry in one process, and expects arrays of this process. Pass a small "
-                "array on jax.local_devices(), or np.asarray(x) if x is fully replicated."
-            )
     return result.with_tensors(list(map(gathered, result.tensors))) if on_one_device else result
 
 

@@ -163,11 +163,11 @@ OTHER_VALUES = {
     "positive": (Log, jnp.array([1e-3, 2.0]), "random sizes"),
     "signs matter": (lambda x: jnp.log(Tanh.apply(x * SIGNS)), SIGNS, "random sizes"),
     "at least one": (lambda x: jnp.arccosh(Multiply.apply(x, x)), jnp.full(9, 1.05), "larger"),
-    "sorted": (only_where(lambda x: jnp.all(jnp.diff(x) > 0)), jnp.linspace(-2.0, 3, 9), "times the given"),
+    "sorted": (only_where(lambda x: jnp.all(jnp.diff(x) > 0)), jnp.linspace(-2.0, 3, 9), "0.7391 times"),
     "positive definite": (
         lambda a: jnp.linalg.cholesky(Multiply.apply(a, a)),
         jnp.full((4, 4), 0.99) + 0.02 * jnp.eye(4),
-        "times the given",
+        "0.7391 times",
     ),
     "refused": (only_where(lambda x: abs(x[0] - 2) < 0.01), jnp.array([2.0, -3]), "no others"),
     "nan": (lambda x: jnp.sqrt(Tanh.apply(1e-3 - (x - 1) ** 2)), jnp.ones(3), "not finite"),

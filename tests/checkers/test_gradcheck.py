@@ -22,7 +22,7 @@ from tests.checkers.wrong_layers import (
     whole,
 )
 from tests.kit.case import X
-from tests.kit.layers import Multiply, Tanh, layer
+from tests.kit.layers import Tanh, layer
 from tests.layers import CASES
 
 CASE = {case.name: case for case in CASES}
@@ -205,10 +205,6 @@ CHECKERS = {
 }
 
 
-def model(factor, tree):
-    return Multiply.apply(Tanh.apply(tree["w"][0]), factor * 2)
-
-
 @pytest.fixture
 def on_devices():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -219,20 +215,3 @@ def on_devices():
 @pytest.mark.parametrize("name", CHECKERS)
 def test_arrays_on_several_devices_are_checked(name, on_devices):
     CHECKERS[name](lambda factor, tree: (Tanh.apply(tree["w"][0]) * factor).sum(), on_devices)
-
-
-def held_elsewhere(array, monkeypatch):
-    """Make an array look as if other processes held a part of it."""
-    monkeypatch.setattr(type(array), "is_fully_addressable", property(lambda self: self is not array))
-    return array
-
-
-@pytest.mark.parametrize("name", CHECKERS)
-def test_what_other_processes_hold_cannot_be_checked(name, on_devices, monkeypatch):
-    dtype = jnp.int32 if name == "check_layer" else jnp.float32
-    with pytest.raises(ValueError, match=f"^{name}: args") as caught:
-        CHECKERS[name](model, held_elsewhere(on_devices.astype(dtype), monkeypatch))
-    assert "args[1]['w'][0]" in str(caught.value)
-    assert "jax.local_devices()" in str(caught.value)
-    with pytest.raises(ValueError, match=r"^check_layer: x "):
-        check_layer(Tanh, kwargs={"x": held_elsewhere(on_devices, monkeypatch)})
