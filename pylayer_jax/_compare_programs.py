@@ -251,7 +251,11 @@ def compare_programs(
     compiler = _Compiler(args)
     traced = [compiler.trace(name, program) for name, program in named.items()]
     if loss is not None:
-        traced += _under_pairs(compiler, function_of(loss))
+        under = lambda pair: compiler.trace(repr(pair), pair(function_of(loss)))  # noqa: E731
+        exact = under(recompute_saved())
+        limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
+        pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]  # `within` relies on the last two
+        traced += [exact, *map(under, pairs)]
     rows: list[ComparedProgram] = []
     steps: list[Callable[[], Any]] = []
     with progress() as show:
@@ -273,17 +277,6 @@ def compare_programs(
 def _show_row(show: Callable[[str], None], rows: list[ComparedProgram], index: int) -> None:
     titles, cells = ProgramComparison(rows)._table()
     show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[index], strict=True)))
-
-
-def _under_pairs(compiler: _Compiler, loss: Any) -> list[_Traced]:
-    """Trace a function under exact pairs, and last under two that round: `within` and `_search` rely on this order."""
-
-    def under(pair: Callable[..., Any]) -> _Traced:
-        return compiler.trace(repr(pair), pair(loss))
-
-    exact = under(recompute_saved())
-    limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
-    return [exact, *map(under, map(_with_limit, limits)), under(cast_saved()), under(quantize_saved(8))]
 
 
 def _with_limit(limit: float) -> recompute_saved:

@@ -305,9 +305,7 @@ def _compare_gradients(subject: Subject) -> Cases:
         return "match those of the reference"
     n_entries = sum(min(x.size, subject.options.limit) for x in subject.function.values)
     sentence = f"match finite differences at {n_entries} entries"
-    wide, wide_cases, inner_dtypes = _in_wider_dtype(subject)
-    if inner_dtypes:
-        sentence += f" (not in float64, because the layer casts to {' and '.join(inner_dtypes)} inside)"
+    wide, wide_cases = _in_wider_dtype(subject)
     yield from wide_cases
     outputs, gradients = named_outputs(subject.outputs), subject.named_gradients
     # The outputs in float64 of a function that draws random numbers differ by more than rounding errors.
@@ -320,27 +318,22 @@ def _compare_gradients(subject: Subject) -> Cases:
     return f"{sentence},{label} too"
 
 
-def _in_wider_dtype(subject: Subject) -> tuple[Subject | None, list[Case], Sequence[str]]:
-    """Return a copy in float64, or else in float32, its cases, and the dtypes to which the function casts float64.
-
-    The copy is None if the function casts, or raises an error, which the caller gets in the original dtypes too.
-    """
+def _in_wider_dtype(subject: Subject) -> tuple[Subject | None, list[Case]]:
+    """Return a copy in float64, or else in float32, and its cases; None if it casts to a narrower dtype or fails."""
     cotangents, own_epsilon = subject.cotangents, subject.epsilon  # computed outside of enable_x64
-    inner_dtypes: Sequence[str] = ()
     for dtype, complex_dtype in (jnp.float64, jnp.complex128), (jnp.float32, jnp.complex64):
         epsilon = float(jnp.finfo(dtype).eps)
         if epsilon >= own_epsilon or not subject.options.float64:
             break
-        with jax.enable_x64(True), contextlib.suppress(Exception):
+        with jax.enable_x64(True), contextlib.suppress(Exception):  # the caller gets an error in the own dtypes too
             values, weights = jax.tree.map(
                 lambda x, real=dtype, other=complex_dtype: x.astype(other if jnp.iscomplexobj(x) else real),
                 (subject.function.values, cotangents),
             )
             wide = Subject(subject.function.with_values(values), None, subject.options, subject.base, weights)
-            inner_dtypes = inner_dtypes or wide.function.inner_dtypes()
             if wide.epsilon <= epsilon:
-                return wide, list(_numerical_cases(wide)), inner_dtypes
-    return None, [], inner_dtypes
+                return wide, list(_numerical_cases(wide))
+    return None, []
 
 
 def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
@@ -353,12 +346,6 @@ class Slope(NamedTuple):
     value: float
     error: float  # how large the error of the value may be
     direction: np.ndarray  # of length 1, after rounding
-
-    @property
-    def relative_error(self) -> float:  # at most 1, or infinite
-        if not np.isfinite(self.error):
-            return np.inf
-        return self.error / max(abs(self.value), self.error) if self.error else 0.0
 
 
 SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an array and a direction
@@ -380,7 +367,10 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
             smallest = np.min(own, where=is_moved, initial=whole)
             sizes += [own] if smallest < min(0.1 * max(1.0, whole), whole) else []
         slopes = [_central_difference(subject, j, relative_step * (size * direction)) for size in sizes]
-        return min(slopes, key=lambda slope: (slope.relative_error, slope.error))
+        # The relative error counts, up to 1, and then the error.
+        return min(
+            slopes, key=lambda s: (not np.isfinite(s.error), s.error / (max(abs(s.value), s.error) or 1), s.error)
+        )
 
     return directional_cases(subject, slope_along, options.limit, "numerically", rtol)
 
@@ -770,28 +760,25 @@ def check_vmap(subject: Subject) -> Cases:
 
 def _case_of_examples(subject: Subject, batch_axes: dict[int, int], label: str, is_jitted: bool = True) -> Case:
     """Compare a batch of examples with each example alone. `batch_axes` maps positions to axes."""
-    function, positions = subject.function, subject.function.differentiated_positions
-    examples = [
-        function.with_tensors([_example(x, i) if p in batch_axes else x for p, x in enumerate(function.tensors)])
-        for i in range(_EXAMPLES)
-    ]
-    outputs = [jnp.stack(ys) for ys in zip(*(example.run() for example in examples), strict=True)]
-    # The gradient of an argument that is not batched is the sum of the gradients of all examples.
-    gradients = [
-        jnp.stack(gs, batch_axes[p]) if p in batch_axes else sum(gs[1:], gs[0])
-        for p, gs in zip(positions, zip(*(e.gradients(subject.cotangents) for e in examples), strict=True), strict=True)
-    ]
+    function, axes = subject.function, [batch_axes.get(p) for p in range(len(subject.function.tensors))]
     tensors = [
-        jnp.stack(xs, batch_axes[p]) if p in batch_axes else xs[0]
-        for p, xs in enumerate(zip(*(example.tensors for example in examples), strict=True))
+        x if axis is None else jnp.stack([_example(x, i) for i in range(_EXAMPLES)], axis)
+        for x, axis in zip(function.tensors, axes, strict=True)
     ]
-    in_axes = ([batch_axes.get(p) for p in range(len(tensors))],)
-    run = jax.vmap(lambda xs: function.with_tensors(xs).run(), in_axes=in_axes)
-    batch = TensorFunction(run, {"tensors": tensors}, function.paths)
-    results = lambda values, cotangents: batch.with_values(values).results(cotangents)  # noqa: E731
+
+    def run(xs: list[Any]) -> list[Any]:
+        return function.with_tensors(xs).run()
+
+    def run_each(xs: list[Any]) -> list[Any]:
+        select = lambda x, axis, i: x if axis is None else jax.lax.index_in_dim(x, i, axis, keepdims=False)  # noqa: E731
+        outputs = [run([select(x, axis, i) for x, axis in zip(xs, axes, strict=True)]) for i in range(_EXAMPLES)]
+        return [jnp.stack(ys) for ys in zip(*outputs, strict=True)]
+
+    batch = TensorFunction(jax.vmap(run, (axes,)), {"tensors": tensors}, function.paths)
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
+    results = lambda values, cotangents: batch.with_values(values).results(cotangents)  # noqa: E731
     got = (jax.jit(results) if is_jitted else results)(batch.values, cotangents)
-    expected = {**named_outputs(outputs), **function.with_names(gradients)}
+    expected = TensorFunction(run_each, {"tensors": tensors}, function.paths).results(cotangents)
     return subject.case(label, got, expected, "for each example alone")
 
 

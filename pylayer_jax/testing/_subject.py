@@ -75,22 +75,22 @@ class TensorFunction:
     def outputs(self, values: Sequence[Any]) -> list[Any]:
         return self.with_values(values).run()
 
-    def inner_dtypes(self) -> list[str]:
+    def inner_dtypes(self) -> set[str]:
         """Return the floating-point dtypes to which the function casts wider numbers on the way to its outputs."""
         try:
             jaxpr, _, _ = stage(lambda *values: (self.outputs(values), None), list(map(jax.typeof, self.values)), "")
         except Exception:  # the function needs concrete values, or fails: other checks tell
-            return []
+            return set()
         # Casts of what forward only saves do not count, nor do casts to fewer than 16 bits, which a layer makes to
         # quantize: the tolerance of float8 would be 0.35.
-        names: dict[str, None] = {}
+        names: set[str] = set()
         for equation in all_equations(jaxpr, are_live=True):
             if equation.primitive.name == "convert_element_type":
                 old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
                 is_float = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
                 if is_float and new.itemsize > 1 and jnp.finfo(new).eps > jnp.finfo(old).eps:
-                    names[new.name] = None
-        return list(names)
+                    names.add(new.name)
+        return names
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
         """Return the outputs of a run under `jax.vjp`, and the positions of those that have a gradient."""
