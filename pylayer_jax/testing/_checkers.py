@@ -137,8 +137,6 @@ PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
 
 # -- the report -----------------------------------------------------------------------------------
 
-_WIDTH = len("forward over reverse")  # the longest name of a property
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -153,7 +151,7 @@ class Row:
         return "✗" if not self.passed else "✓" if self.n_cases else "–"
 
     def __str__(self) -> str:
-        return f"{self.mark} {self.name:<{_WIDTH}}  {self.message}"
+        return f"{self.mark} {self.name:<{max(map(len, PROPERTIES))}}  {self.message}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -201,10 +201,13 @@ def gathered(x: Any) -> Any:
 
 
 def random_like(like: Any, rng: np.random.Generator) -> Any:
-    size = rng.uniform(0.5, 1.5, like.shape) * rng.choice([-1.0, 1.0], like.shape)
+    return placed(like, rng.uniform(0.5, 1.5, like.shape) * random_signs(like, rng))
+
+
+def random_signs(like: Any, rng: np.random.Generator) -> np.ndarray:
     if jnp.iscomplexobj(like):
-        size = size * np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))
-    return placed(like, size)
+        return np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))
+    return rng.choice([-1.0, 1.0], like.shape)
 
 
 def scaled(factor: float, x: Any) -> Any:
