@@ -299,8 +299,6 @@ def _noted(name: Any) -> Generator[None]:
 
 
 class _Compiler:
-    """Compiles and runs the gradients of programs at the same arguments."""
-
     def __init__(self, args: tuple[Any, ...]) -> None:
         leaves, self._skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
         self.has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)

@@ -158,14 +158,7 @@ _IN_JAX: Final = {
     for name in names.split()
 }  # fmt: skip
 
-# Methods of JAX's arrays that take other arguments than those of torch.
-_OTHER_ARGUMENTS: Final = ("view", "flatten", "transpose")
-
-_KEYWORDS: Final = {
-    "dim": "axis",
-    "keepdim": "keepdims",
-    "unbiased": "ddof=1 for unbiased=True, which is torch's default",
-}
+_KEYWORDS: Final = {"dim": "axis", "keepdim": "keepdims", "unbiased": "ddof=1 for unbiased=True"}
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
@@ -214,7 +207,7 @@ def hint(error: Exception, layer: str, method: str) -> str:
             return "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
     if isinstance(error, (TypeError, ValueError, NotImplementedError)):
         called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        for name in _OTHER_ARGUMENTS:
+        for name in ("view", "flatten", "transpose"):  # in JAX these take other arguments
             if f"_{name}" in called or f"_{name}()" in str(error):
                 return f"x.{name} takes other arguments in JAX. In JAX: {_IN_JAX[name]}."
     return ""
@@ -247,7 +240,6 @@ class HostBackwardError(OnceDifferentiableError):
 
 
 def once_differentiable_error(layer: Any) -> Any:
-    """Return the error that a second derivative raises if `backward` has no derivative, or None."""
     make_error = getattr(layer.backward, "second_derivative_error", None)
     if make_error is not None:
         return make_error()

@@ -54,19 +54,16 @@ def check_layer(
     - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap batches each choice
       of arrays, up to a limit, and also integers, booleans and PRNG keys if the layer accepts this. shard_map runs on
       all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
-    - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, as
-      in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that no entry of the values takes
-      (of `jnp.where`, `jnp.clip`, `abs`, a mask, ...): pass arguments for which an entry takes it;
+    - gradients, second order: as in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that
+      no entry of the values takes (of `jnp.where`, `jnp.clip`, `abs`, a mask, ...): pass arguments that take it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
       A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer whose gradients have no `jax.jvp` passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the same effect as zeros;
-    - linear: the gradients are linear in the cotangents (the row says whether this is proved), or else the same as
-      those of `reference`, for a layer that clips its gradient;
-    - repeatable: a run of the layer on other values, shapes or statics (arguments that are not tensors) does not change
-      the gradients of an earlier run;
+    - linear: the gradients are linear in the cotangents (the row says whether this is proved), or as in `reference`;
+    - repeatable: a run on other values, shapes or statics does not change the gradients of an earlier run;
     - leaks: no traced value outlives its trace under jit.
 
     The checks cannot notice that `backward` reads a global variable which only code outside the layer changes.
@@ -75,8 +72,7 @@ def check_layer(
         layer: a layer class, or a function of `args` that applies a layer.
         *args: any pytrees. Leaves that are not tensors are passed to the layer unchanged.
         kwargs: keyword arguments, which are checked like `args`.
-        reference: a plain JAX function of the same arguments that defines the right outputs and derivatives. Pass one
-            if the gradient is meant to differ from the derivative of `forward`, as for a straight-through estimator.
+        reference: as in `gradcheck`, for a layer such as a straight-through estimator.
         skip: one name or several names of properties to leave out, as in `skip=["second order", "leaks"]`.
         rtol: relative tolerance. The default is that of `gradcheck` for numerical derivatives, and the square root of
             the machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
@@ -268,9 +264,8 @@ def gradcheck(
         True
 
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
-    float64. They must stay the same in a second run, if `fun` runs on other values before backward, if only one
-    argument is differentiated, if zero cotangents are missing, and under `jax.jit`, unless `fun` needs concrete values.
-    They must be linear in the cotangents.
+    float64. They must be linear in the cotangents, and stay the same in a second run, after a run on other values, if
+    only one argument is differentiated, if zero cotangents are missing, and under `jax.jit` where `fun` can be traced.
 
     Gradients are also compared at random values, if `fun` accepts them, and at `100 * args` and `0.01 * args`, if its
     outputs are finite there; there, `fun` may clip, and its gradients may overflow. Random values are positive if those
@@ -283,8 +278,8 @@ def gradcheck(
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
         args: a tuple of any pytrees. JAX differentiates with respect to the floating-point and complex arrays in them.
-        reference: a plain JAX function of the same `args`, whose outputs and gradients are then expected. Pass one if a
-            gradient is meant to differ from the derivative of the outputs.
+        reference: a plain JAX function of the same `args`, whose outputs and gradients are then expected, also if they
+            differ from the derivative of the outputs.
         rtol: relative tolerance. The default is the cube root of the machine epsilon for comparisons with central
             differences, and the square root for others.
         atol: absolute tolerance. The default is `sqrt(eps) * max(abs(gradient))`, where `eps` is the machine epsilon.
@@ -302,8 +297,7 @@ def gradcheck(
             both values and the tolerance.
         TypeError, ValueError: if there is nothing to check.
     """
-    options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
-    _check("gradcheck", fun, reference, args, [1], options)
+    _check("gradcheck", fun, reference, args, [1], Options(rtol, atol, step, limit, seed, float64))
     return True
 
 
@@ -326,8 +320,7 @@ def gradgradcheck(
 
     The arguments and the cotangents are perturbed, as the gradients depend on both.
     """
-    options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
-    _check("gradgradcheck", fun, reference, args, [1, 2], options)
+    _check("gradgradcheck", fun, reference, args, [1, 2], Options(rtol, atol, step, limit, seed, float64))
     return True
 
 
@@ -345,11 +338,9 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The expected gradients are those that JAX computes for the reference: here they are 1, although the derivative of
-    rounding is 0. The checks are those of `gradcheck`, also for random values.
-
-    The layer may run on several devices; the reference runs on one, and each device's copy of a result is compared with
-    its result. Pass arguments whose entries differ, because equal shards hide mistakes.
+    The checks are those of `gradcheck`, also for random values. The layer may run on several devices; the reference
+    runs on one, and each device's copy of a result is compared with its result. Pass arguments whose entries differ,
+    because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.

@@ -295,7 +295,6 @@ def _compare_outputs(subject: Subject) -> Cases:
 
 
 def _compare_gradients(subject: Subject) -> Cases:
-    """Compare the gradients with those of the reference, or else with central differences, in a wider dtype first."""
     if subject.reference is not None:
         if subject.base is None:
             yield from _compare_outputs(subject)
@@ -339,9 +338,7 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
     return {name: np.asarray(x).astype(like[name].dtype) if has_tangent(x) else x for name, x in arrays.items()}
 
 
-class Slope(NamedTuple):
-    """The directional derivative of the weighted sum of a function's outputs."""
-
+class Slope(NamedTuple):  # of the weighted sum of the outputs, along a direction
     value: float
     error: float  # how large the error of the value may be
     direction: np.ndarray  # of length 1, after rounding

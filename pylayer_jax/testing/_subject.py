@@ -39,7 +39,6 @@ class TensorFunction:
     """A function and its arguments, as a function of `values`: the float and complex tensors in these arguments."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take a function, and by name the arguments that it takes by position, in this order."""
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
@@ -130,7 +129,6 @@ class TensorFunction:
         return {f"the gradient of {name}": g for name, g in zip(self.value_names, gradients, strict=True)}
 
     def results(self, cotangents: Cotangents) -> Arrays:
-        """Return the outputs of a run that is not differentiated, and the gradients."""
         return {**named_outputs(self.run()), **self.named_gradients(cotangents)}
 
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
@@ -156,7 +154,6 @@ CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return `function` and its arguments as a `TensorFunction`; error messages name the public `checker`."""
     call = function_of(function)
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
@@ -396,7 +393,6 @@ class Subject:
 
     @functools.cached_property
     def epsilon(self) -> float:
-        """The machine epsilon of the narrowest dtype in the computation."""
         dtypes = [x.dtype for x in (*self.function.values, *self.outputs) if has_tangent(x)]
         inner = (self.reference or self.function).inner_dtypes()  # a reference says how exact the layer is meant to be
         return max(float(jnp.finfo(dtype).eps) for dtype in (*dtypes, *inner))
@@ -449,7 +445,6 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 
 
 def run_check(cases: Cases) -> tuple[str, int]:
-    """Compare each case of a check. Return the sentence for the report, and the number of cases."""
     n_cases = 0
     try:
         while True:
