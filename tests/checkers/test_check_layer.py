@@ -69,6 +69,8 @@ def test_a_reference_is_compared():
 
 
 PICKED = X[0], INDEX, jnp.array(True)
+PLAIN = jax.custom_vjp(jnp.sin)
+PLAIN.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
 
 
 # The property, the layer, its arguments, and words of the report of that property.
@@ -78,6 +80,7 @@ SAYS = [
     ("vmap", RefusesABatchOfIndices, PICKED[:2], "one index for all"),
     ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "4 devices"),
     ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "Trees"),
+    ("forward mode", lambda x: PLAIN(x), (X,), "custom_vjp"),
     ("forward over reverse", SineBothWays, (X,), "forward over forward"),
     ("forward over reverse", lambda z: (Square.apply(z), jnp.abs(z)), (COMPLEX,), "matches"),
     ("forward over reverse", Clips, (X,), "Clips.backward"),
