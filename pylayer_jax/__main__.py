@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import importlib
 import pkgutil
 import re
-import signal
 import sys
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,14 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 # -- check -----------------------------------------------------------------------------------------------
 
-_KINDS: Final = {"f": (16, 32, 64), "bf": (16,), "c": (64, 128), "i": (8, 16, 32, 64), "u": (8, 16, 32, 64)}
-_NAMES: Final = {"f": "float", "bf": "bfloat", "c": "complex", "i": "int", "u": "uint"}
-_DTYPES: Final = {
-    **{f"{k}{n}": jnp.dtype(f"{_NAMES[k]}{n}") for k, sizes in _KINDS.items() for n in sizes},
-    "bool": jnp.dtype("bool"),
+_BITS: Final = {"float": (16, 32, 64), "complex": (64, 128), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
+_DTYPES: Final = {f"{kind[0]}{n}": f"{kind}{n}" for kind, sizes in _BITS.items() for n in sizes} | {
+    "bf16": "bfloat16",
+    "bool": "bool",
 }
-_WIDE: Final = ("f64", "c128", "i64", "u64")  # these dtypes need jax.enable_x64
-_TARGET: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh."
 _SPECS: Final = f"""\
 An argument of the layer (SPEC) is one of
   "f32[8,8]" "f32[]"   an array of random numbers, with absolute values from 0.2 to 1.2 and random signs; or of random
@@ -110,7 +104,7 @@ def check(arguments: list[str]) -> tuple[bool, str]:
         help="compute numerical gradients in the dtypes given; for NumPy code that rounds to a narrower dtype",
     )
     options = parser.parse_args(arguments)
-    is_wide = any(spec.partition("[")[0] in _WIDE for spec in options.specs)
+    is_wide = any(re.match(r"[fiu]64\b|c128\b", spec) for spec in options.specs)
     rng = np.random.default_rng(options.seed)
     try:
         with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
@@ -131,62 +125,50 @@ def check(arguments: list[str]) -> tuple[bool, str]:
 
 def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
     if match := re.fullmatch(r"(\w+)\[([\d\s,]*)\]", spec.strip()):
-        dtype, shape = match[1], tuple(map(int, re.findall(r"\d+", match[2])))
-        if dtype == "key" and not shape:
+        name, shape = match[1], tuple(map(int, re.findall(r"\d+", match[2])))
+        if name == "key" and not shape:
             return jax.random.key(seed)
-        if dtype not in _DTYPES:
+        if name not in _DTYPES:
             raise ValueError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
-        if not jnp.issubdtype(_DTYPES[dtype], jnp.inexact):
-            return jnp.asarray(rng.integers(0, 2, shape), _DTYPES[dtype])
+        dtype = jnp.dtype(_DTYPES[name])
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return jnp.asarray(rng.integers(0, 2, shape), dtype)
         real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
-        return jnp.asarray(real + 1j * imaginary if dtype.startswith("c") else real, _DTYPES[dtype])
+        return jnp.asarray(real + 1j * imaginary if name.startswith("c") else real, dtype)
     try:
         return ast.literal_eval(spec)
     except (SyntaxError, ValueError, TypeError):
         pass
-    if not re.fullmatch(r"\w+(\.\w+)+", spec):
-        hint = f" For a string, quote it twice: \"'{spec}'\"." if spec.isidentifier() else ""
-        raise ValueError(
-            f'{spec}: expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 0.5 or None, or a '
-            f"dotted name such as jax.numpy.tanh.{hint}"
-        )
-    try:
-        return pkgutil.resolve_name(spec)
-    except Exception as error:  # importing a module may raise anything
-        raise ValueError(f"{spec}: not found ({type(error).__name__}: {error}).") from error
+    if re.fullmatch(r"\w+(\.\w+)+", spec):
+        return _resolve(spec, spec)
+    hint = f" For a string, quote it twice: \"'{spec}'\"." if spec.isidentifier() else ""
+    raise ValueError(
+        f'{spec}: expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 0.5 or None, or a '
+        f"dotted name such as jax.numpy.tanh.{hint}"
+    )
 
 
 def _load(target: str) -> Any:
     """Import the layer or function that `mypackage.layers:Tanh` or `layers.py:Tanh` names."""
-    module_name, _, name = target.rpartition(":")
-    if not module_name or not name:
-        raise ValueError(f"{target}: {_TARGET}")
-    path = Path(module_name)
+    module, _, name = target.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"{target}: expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh.")
+    path = Path(module)
     if path.suffix == ".py":
-        if not path.is_file():
-            raise ValueError(f"{module_name}: no such file. {_TARGET}")
         sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
-    try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
-    except Exception as error:  # importing a module may raise anything
-        raise ValueError(f"{module_name}: cannot be imported ({type(error).__name__}: {error}). {_TARGET}") from error
-    try:
-        layer = attrgetter(name)(module)
-    except AttributeError:
-        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise ValueError(
-            f"{target}: {module_name} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
-        ) from None
+        module = path.stem
+    layer = _resolve(f"{module}:{name}", target)
     if not callable(function_of(layer)):
         raise ValueError(f"{target}: expected a layer class or a function, got {layer!r}.")
     return layer
 
 
+def _resolve(name: str, shown: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # importing a module may raise anything
+        raise ValueError(f"{shown}: not found ({type(error).__name__}: {error}).") from error
+
+
 if __name__ == "__main__":
-    # Ctrl-C ends the process, since the C++ code of JAX swallows a KeyboardInterrupt while it compiles. So does a
-    # reader of the output, such as `head`, that has exited.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if hasattr(signal, "SIGPIPE"):  # Windows has none
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

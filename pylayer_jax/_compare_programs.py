@@ -143,23 +143,22 @@ class ProgramComparison:
             raise ValueError(f"within: XLA tells no memory on this backend for {', '.join(unknown)}.")
         if self._compiler is not None and (self.rows[0].peak_bytes or 0) > limit:
             self._search(self._compiler, limit)
+        # If the gradient of the first program has a NaN, no NaN makes another program unusable.
         first_is_nan = math.isnan(self.rows[0].error or 0)
-
-        def error(row: ComparedProgram) -> float:
-            # If the gradient of the first program has a NaN, no NaN makes another program unusable.
-            return math.inf if first_is_nan and math.isnan(row.error or 0) else row.error or 0.0
-
-        usable = [r for r in self.rows if not math.isnan(error(r))]
+        unusable = [] if first_is_nan else [r for r in self.rows if math.isnan(r.error or 0)]
+        usable = [r for r in self.rows if r not in unusable]
         fitting = [r for r in usable if (r.peak_bytes or 0) <= limit]
         if not fitting:
             row = min(usable, key=lambda r: r.peak_bytes or 0)
             peak, more = (_in_unit([x], _BYTES)[0] for x in (row.peak_bytes, (row.peak_bytes or 0) - limit))
-            why = "".join(f" The gradient of {r.name} has a NaN." for r in self.rows if math.isnan(error(r)))
+            why = "".join(f" The gradient of {r.name} has a NaN." for r in unusable)
             raise ValueError(f"within({memory!r}): no program fits. {row.name} takes least, {peak}: {more} more.{why}")
-        best = [r for r in fitting if error(r) <= 1e-5 + min(map(error, fitting))]
         if fitting[0].error is None:
             exact = self.rows[:-2] if self._compiler is not None else fitting[:1]
             best = [r for r in fitting if r in exact] or fitting[:1]
+        else:
+            largest = 1e-5 + min(r.error or 0 for r in fitting)
+            best = [r for r in fitting if first_is_nan or (r.error or 0) <= largest]
         return min(best, key=lambda r: r.operations or 0)
 
     def _search(self, compiler: _Compiler, memory: float) -> None:
@@ -230,12 +229,9 @@ def compare_programs(
     body of a loop count once, those in kernels and callbacks do not count. A backend may leave cells empty. Then come
 
     - the bytes that the vjp function holds, as `saved_tensors_report` counts them: on all devices, without the inputs;
-    - the seconds for tracing with lowering (JAX), after an earlier trace, and for compiling (XLA), which a persistent
-      compilation cache makes seem fast;
-    - the time of a step, a run of the compiled gradient with the value, as median and quartiles over the rounds;
+    - the seconds for tracing with lowering (JAX) and for compiling (XLA); a compilation cache makes both seem fast;
+    - the time of a run of the compiled gradient with the value, as median and quartiles over the rounds;
     - the errors of the value and the gradient: the 2-norm of the difference to the first program, relative to it.
-
-    A terminal shows each row as soon as it is done.
 
     Raises:
         TypeError: if `programs` is not a function or a mapping from names to functions, if none of `args` holds a float
@@ -243,13 +239,23 @@ def compare_programs(
         ValueError: if `programs` is empty, or `rounds` is negative.
     """
     loss = None if isinstance(programs, Mapping) else programs
-    programs = _checked_programs(programs)
+    named = programs if isinstance(programs, Mapping) else {"plain": programs}
+    expected = 'expected a function, or a dict such as {"plain": loss, "8 bits": quantize_saved(8)(loss)}'
+    if not named:
+        raise ValueError(f"compare_programs: {expected}; the dict has no program.")
+    for name, program in named.items():
+        if not callable(function_of(program)):
+            raise TypeError(f"compare_programs: {expected}; the program {name!r} is {describe(program)}.")
     if rounds < 0:
         raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
     compiler = _Compiler(args)
-    traced = [compiler.trace(name, program) for name, program in programs.items()]
+    traced = [compiler.trace(name, program) for name, program in named.items()]
     if loss is not None:
-        traced += _under_pairs(compiler, function_of(loss))
+        under = lambda pair: compiler.trace(repr(pair), pair(function_of(loss)))  # noqa: E731
+        exact = under(recompute_saved())
+        limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
+        pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]  # `within` relies on the last two
+        traced += [exact, *map(under, pairs)]
     rows: list[ComparedProgram] = []
     steps: list[Callable[[], Any]] = []
     with progress() as show:
@@ -273,31 +279,6 @@ def _show_row(show: Callable[[str], None], rows: list[ComparedProgram], index: i
     show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[index], strict=True)))
 
 
-def _checked_programs(programs: Any) -> Mapping[Any, Callable[..., Any]]:
-    example = 'compare_programs({"plain": loss, "8 bits": quantize_saved(8)(loss)}, *args)'
-    named = programs if isinstance(programs, Mapping) else {"plain": programs}
-    if not named:
-        raise ValueError(f"compare_programs: the dict has no program; write for example {example}.")
-    for name, program in named.items():
-        if not callable(function_of(program)):
-            expected = f"a function for {name!r} that takes the arguments and returns a scalar"
-            if named is not programs:
-                expected = f"a function or a dict of functions, as in {example}"
-            raise TypeError(f"compare_programs: expected {expected}, got {describe(program)}.")
-    return named
-
-
-def _under_pairs(compiler: _Compiler, loss: Any) -> list[_Traced]:
-    """Trace a function under exact pairs, and last under two that round: `within` and `_search` rely on this order."""
-
-    def under(pair: Callable[..., Any]) -> _Traced:
-        return compiler.trace(repr(pair), pair(loss))
-
-    exact = under(recompute_saved())
-    limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
-    return [exact, *map(under, map(_with_limit, limits)), under(cast_saved()), under(quantize_saved(8))]
-
-
 def _with_limit(limit: float) -> recompute_saved:
     unit = _unit([limit], _BYTES)
     return recompute_saved(limit=f"{limit / _BYTES[unit]:.4g} {unit}")
@@ -318,8 +299,6 @@ def _noted(name: Any) -> Generator[None]:
 
 
 class _Compiler:
-    """Compiles and runs the gradients of programs at the same arguments."""
-
     def __init__(self, args: tuple[Any, ...]) -> None:
         leaves, self._skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
         self.has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
@@ -376,26 +355,23 @@ class _Compiler:
             if self.has_values:
                 result = step()
                 self._first = result if self._first is None else self._first
-                row = dataclasses.replace(row, **_errors(result, self._first))
+                value_error, error = map(_relative_error, result, self._first)
+                row = dataclasses.replace(row, value_error=value_error, error=error)
             return row, step
 
 
-def _errors(got: tuple[Any, Any], first: tuple[Any, Any]) -> dict[str, float]:
-    (value, gradient), (first_value, first_gradient) = got, first
-    differences, squares = (math.fsum(map(float, s)) for s in _sums_of_squares(gradient, first_gradient))
-    sizes = {
-        "value_error": (abs(float(value) - float(first_value)), abs(float(first_value))),
-        "error": (math.sqrt(differences), math.sqrt(squares)),
-    }
-    return {name: a / b if b else math.inf if a else 0.0 for name, (a, b) in sizes.items()}
+def _relative_error(got: Any, first: Any) -> float:
+    """Return |got - first| / |first|, in the 2-norm over all leaves."""
+    difference, size = (math.sqrt(math.fsum(map(float, squares))) for squares in _sums_of_squares(got, first))
+    return difference / size if size else math.inf if difference else 0.0
 
 
 @jax.jit
-def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], ...]:
+def _sums_of_squares(got: Any, first: Any) -> tuple[list[Any], ...]:
     # Sums in bfloat16 would be inexact.
-    got, first = ([x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in xs] for xs in (got, first))
-    differences = [a - b for a, b in zip(got, first, strict=True)]
-    return tuple([jnp.sum(jnp.square(jnp.abs(x))) for x in xs] for xs in (differences, first))
+    got, first = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize < 4 else x, (got, first))
+    trees = jax.tree.map(jnp.subtract, got, first), first
+    return tuple([jnp.sum(jnp.square(jnp.abs(x))) for x in jax.tree.leaves(tree)] for tree in trees)
 
 
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:

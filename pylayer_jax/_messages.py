@@ -119,81 +119,46 @@ chunk: jnp.array_split(x, n, axis) for x.chunk(n, axis), if n divides the length
 unbind: list(x) for x.unbind(0)
 cat: jnp.concatenate([x, y], 1) for torch.cat([x, y], 1)
 t: x.T for x.t()
-to type cast: x.astype(dtype) for x.to(dtype)
+to type cast float double half bfloat16 int long bool: x.astype(dtype) for x.to(dtype); x.astype(jnp.int32) for x.int()
 type_as: x.astype(y.dtype) for x.type_as(y)
-float: x.astype(jnp.float32) for x.float()
-double: x.astype(jnp.float64) for x.double()
-half: x.astype(jnp.float16) for x.half()
-bfloat16: x.astype(jnp.bfloat16) for x.bfloat16()
-int long: x.astype(jnp.int32) for x.int()
-bool: x.astype(jnp.bool) for x.bool()
 tensor as_tensor: jnp.asarray(values) for torch.tensor(values)
 clone: x itself, which never changes; jnp.copy(x) is a second array
 contiguous is_contiguous stride storage: x itself: JAX lays out arrays by itself
 detach data: jax.lax.stop_gradient(x) for x.detach()
 cpu cuda is_cuda get_device place: nothing, or jax.device_put(x, device): JAX places arrays by itself
-data_ptr: arrays have no address in traced code; a kernel of your own gets them by jax.ffi.ffi_call or jax.pure_callback
 numpy: np.asarray(x), outside of traced code; with host = True on the class, methods get NumPy arrays
-abs exp log log1p expm1 sqrt square sign sin cos tanh floor ceil trunc reciprocal isnan: jnp.{}(x) for x.{}()
+abs exp log log1p expm1 sqrt square sign sin cos tanh floor ceil trunc reciprocal isnan tril triu: jnp.{}(x) for x.{}()
 sigmoid relu: jax.nn.{}(x) for x.{}()
-softmax log_softmax: jax.nn.{}(x, axis) for x.{}(axis)
-logsumexp: jax.nn.logsumexp(x, axis) for x.logsumexp(axis)
+softmax log_softmax logsumexp: jax.nn.{}(x, axis) for x.{}(axis)
 erf rsqrt: jax.lax.{}(x) for x.{}()
 maximum minimum: jnp.{}(x, y) for x.{}(y)
 amax amin: jnp.{}(x, axis) for x.{}(axis)
-pow: x ** n for x.pow(n)
-mul: x * y for x.mul(y)
-add: x + y for x.add(y)
-sub: x - y for x.sub(y)
-div: x / y for x.div(y)
-neg: -x for x.neg()
-lt: x < y for x.lt(y)
-le: x <= y for x.le(y)
-gt: x > y for x.gt(y)
-ge: x >= y for x.ge(y)
-eq: x == y for x.eq(y)
-ne: x != y for x.ne(y)
+lt le gt ge eq ne add sub mul div pow neg: operators; x < y for x.lt(y); x ** n for x.pow(n); -x for x.neg()
 mm mv matmul: x @ w for x.matmul(w)
 bmm: x @ y for torch.bmm(x, y)
-addmm: bias + x @ w for torch.addmm(bias, x, w)
-ger outer: jnp.outer(v, v) for v.outer(v)
 norm: jnp.linalg.norm(x, axis=1) for x.norm(dim=1); jnp.linalg.norm(x.ravel(), p) for x.norm(p)
 clamp: jnp.clip(x, low, high) for x.clamp(low, high)
 masked_fill: jnp.where(mask, value, x) for x.masked_fill(mask, value)
 gather: jnp.take_along_axis(x, index, axis) for x.gather(axis, index), if all other axes of x and index are as long
 scatter_add: x.at[jnp.arange(len(index))[:, None], index].add(src) for x.scatter_add(1, index, src)
-index_add: x.at[rows].add(y) for x.index_add(0, rows, y)
 index_select: jnp.take(x, rows, 0) for x.index_select(0, rows)
 topk: jax.lax.top_k(x, k) for x.topk(k)
 roll: jnp.roll(x, n, 0) for x.roll(n, 0)
 flip: jnp.flip(x, 0) for x.flip(0)
-tril triu: jnp.{}(x) for x.{}()
 requires_grad stop_gradient: ctx.needs_input_grad[i] tells it; jax.lax.stop_gradient(x) cuts a gradient
 grad: a gradient is returned by backward and by jax.grad
 backward: y, pull = jax.vjp(f, x), then pull(dy)
 no_grad: nothing in forward and backward; elsewhere jax.lax.stop_gradient(x)
 register_hook: a layer whose backward returns the changed gradient
 saved_variables: ctx.saved_tensors
-new new_tensor: jnp.asarray(values, x.dtype), or jnp.zeros(shape, x.dtype)
-new_zeros: jnp.zeros((3, 4), x.dtype) for x.new_zeros((3, 4))
-new_ones: jnp.ones((3, 4), x.dtype) for x.new_ones((3, 4))
-new_full: jnp.full((3, 4), n, x.dtype) for x.new_full((3, 4), n)
-new_empty: jnp.zeros(shape, x.dtype)
-is_floating_point: jnp.issubdtype(x.dtype, jnp.floating) for x.is_floating_point()
+new_zeros new_ones new_full new_empty: jnp.zeros((3, 4), x.dtype) for x.new_zeros((3, 4))
 """
 _IN_JAX: Final = {
     name: text.replace("{}", name) for names, _, text in (line.partition(": ") for line in _TABLE.strip().splitlines())
     for name in names.split()
 }  # fmt: skip
 
-# Methods of JAX's arrays that take other arguments than those of torch.
-_OTHER_ARGUMENTS: Final = ("view", "flatten", "transpose")
-
-_KEYWORDS: Final = {
-    "dim": "axis",
-    "keepdim": "keepdims",
-    "unbiased": "ddof=1 for unbiased=True, which is torch's default",
-}
+_KEYWORDS: Final = {"dim": "axis", "keepdim": "keepdims", "unbiased": "ddof=1 for unbiased=True"}
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
@@ -213,15 +178,11 @@ def hint(error: Exception, layer: str, method: str) -> str:
             "jax.vmap(jax.grad(f), axis_name=...)."
         )
     if isinstance(error, TypeError) and re.search(r"pylayer_jax\._.*(PyLayerContext|FunctionCtx)", str(error)):
-        without = (
-            "forward may be transformed if it takes no ctx: write setup_context(ctx, inputs, output) in a Function"
-        )
-        if method == "forward":
-            without += ". static_argnums does not help: what the transformed function keeps on ctx ends with it"
         return (
             f"A transformation of JAX gets ctx, which is no array: it decorates {layer}.{method}, or a function that "
             f"{method} calls. Put jax.jit, jax.checkpoint, ... around the call, as in jax.jit({layer}.apply), which "
-            f"transforms backward too. A {without}."
+            "transforms backward too. Or write a Function whose forward takes no ctx, with setup_context(ctx, inputs, "
+            "output): such a forward may be transformed."
         )
     if "forward-mode autodiff" in str(error) and "custom_vjp" in str(error):
         return (
@@ -246,30 +207,21 @@ def hint(error: Exception, layer: str, method: str) -> str:
             return "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
     if isinstance(error, (TypeError, ValueError, NotImplementedError)):
         called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        for name in _OTHER_ARGUMENTS:
+        for name in ("view", "flatten", "transpose"):  # in JAX these take other arguments
             if f"_{name}" in called or f"_{name}()" in str(error):
                 return f"x.{name} takes other arguments in JAX. In JAX: {_IN_JAX[name]}."
     return ""
 
 
 def _hint_for_attribute(error: AttributeError) -> str:
-    owner: Any = error.obj
-    if error.name == "saved_variables":
-        return f"In JAX: {_IN_JAX[error.name]}."
-    if isinstance(owner, types.ModuleType):
-        is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
-    else:
-        is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # If code sets an attribute of a tracer, the error's `name` and `obj` are None in Python 3.11.
-    written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
-    name = (error.name if is_numeric else None) or (written and written[1])
-    if not name:
-        return ""
-    if name.endswith("_") and not name.startswith("_"):
-        return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
-    if name in _IN_JAX:
+    owner, name = error.obj, error.name or ""
+    module = owner.__name__.partition(".")[0] if isinstance(owner, types.ModuleType) else ""
+    is_numeric = module in ("jax", "numpy") or is_tensor(owner) or isinstance(owner, jax.Array)
+    if name == "saved_variables" or (is_numeric and name in _IN_JAX):
         return f"{name} is of torch or Paddle. In JAX: {_IN_JAX[name]}."
-    return f"An array takes no attributes under jit: keep it on the context, ctx.{name} = value." if written else ""
+    if is_numeric and name.endswith("_") and not name.startswith("_"):
+        return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
+    return ""
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------
@@ -288,7 +240,6 @@ class HostBackwardError(OnceDifferentiableError):
 
 
 def once_differentiable_error(layer: Any) -> Any:
-    """Return the error that a second derivative raises if `backward` has no derivative, or None."""
     make_error = getattr(layer.backward, "second_derivative_error", None)
     if make_error is not None:
         return make_error()

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax.types import is_ref
-from pylayer_jax._messages import OnceDifferentiableError, plural
+from pylayer_jax._messages import OnceDifferentiableError
 from pylayer_jax._report import html_table, progress
 
 from . import _properties
@@ -54,19 +54,16 @@ def check_layer(
     - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap batches each choice
       of arrays, up to a limit, and also integers, booleans and PRNG keys if the layer accepts this. shard_map runs on
       all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
-    - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, as
-      in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that no entry of the values takes
-      (of `jnp.where`, `jnp.clip`, `abs`, a mask, a sort, ...): pass arguments for which an entry takes it;
+    - gradients, second order: as in `gradcheck` and `gradgradcheck`. The row, and a UserWarning, name each branch that
+      no entry of the values takes (of `jnp.where`, `jnp.clip`, `abs`, a mask, ...): pass arguments that take it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
       A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer whose gradients have no `jax.jvp` passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the same effect as zeros;
-    - linear: the gradients are linear in the cotangents (the row says whether this is proved), or else the same as
-      those of `reference`, for a layer that clips its gradient;
-    - repeatable: a run of the layer on other values, shapes or statics (arguments that are not tensors) does not change
-      the gradients of an earlier run;
+    - linear: the gradients are linear in the cotangents (the row says whether this is proved), or as in `reference`;
+    - repeatable: a run on other values, shapes or statics does not change the gradients of an earlier run;
     - leaks: no traced value outlives its trace under jit.
 
     The checks cannot notice that `backward` reads a global variable which only code outside the layer changes.
@@ -75,8 +72,7 @@ def check_layer(
         layer: a layer class, or a function of `args` that applies a layer.
         *args: any pytrees. Leaves that are not tensors are passed to the layer unchanged.
         kwargs: keyword arguments, which are checked like `args`.
-        reference: a plain JAX function of the same arguments that defines the right outputs and derivatives. Pass one
-            if the gradient is meant to differ from the derivative of `forward`, as for a straight-through estimator.
+        reference: as in `gradcheck`, for a layer such as a straight-through estimator.
         skip: one name or several names of properties to leave out, as in `skip=["second order", "leaks"]`.
         rtol: relative tolerance. The default is that of `gradcheck` for numerical derivatives, and the square root of
             the machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
@@ -87,8 +83,8 @@ def check_layer(
 
     Raises:
         AssertionError: if a property fails and `raises` is True. The message is the whole report.
-        TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, if
-            `skip` has an unknown name, or if an argument is a `jax.Ref`, whose state would differ between runs.
+        TypeError, ValueError: if there is nothing to check, if `skip` has an unknown name, or if an argument is a
+            `jax.Ref`, whose state would differ between runs.
     """
     function = tensor_function("check_layer", layer, args, kwargs)
     if any(map(is_ref, function.skeleton.statics())):
@@ -137,8 +133,6 @@ PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
 
 # -- the report -----------------------------------------------------------------------------------
 
-_WIDTH = len("forward over reverse")  # the longest name of a property
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -153,12 +147,12 @@ class Row:
         return "✗" if not self.passed else "✓" if self.n_cases else "–"
 
     def __str__(self) -> str:
-        return f"{self.mark} {self.name:<{_WIDTH}}  {self.message}"
+        return f"{self.mark} {self.name:<{max(map(len, PROPERTIES))}}  {self.message}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerReport:
-    """Result of `check_layer`: its `str` has one line per property, its `repr` one line; notebooks show a table."""
+    """Result of `check_layer`, printed with one line per property; notebooks show a table."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -175,7 +169,7 @@ class LayerReport:
     def __getitem__(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def _repr_html_(self) -> str:
@@ -221,11 +215,6 @@ class LayerReport:
             )
         return hints
 
-    def __repr__(self) -> str:
-        failed = [row.name for row in self.rows if not row.passed]
-        verdict = f"failed: {', '.join(failed)}" if failed else "passed"
-        return f"<{type(self).__name__} of {self.layer}: {plural(len(self.rows), 'property', 'properties')}, {verdict}>"
-
 
 def _row_of(name: str, cases: Cases) -> Row:
     try:
@@ -234,12 +223,10 @@ def _row_of(name: str, cases: Cases) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error), error)
     except Exception as error:
-        # Leave out JAX's note about tracebacks, which begins with dashes.
-        notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
-        where = "".join(f" ({note})" for note in notes[:1])
+        notes = [f" ({note})" for note in getattr(error, "__notes__", ()) if note.startswith("This happened")]
         # Name the public base class of a private class of this package.
         public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
-        return Row(name, False, f"{public.__name__}: {first_line(error)}{where}", error)
+        return Row(name, False, f"{public.__name__}: {first_line(error)}{''.join(notes[:1])}", error)
 
 
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------
@@ -277,15 +264,13 @@ def gradcheck(
         True
 
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
-    float64. They must stay the same in a second run, if `fun` runs on other values before backward, if only one
-    argument is differentiated, if zero cotangents are missing, and under `jax.jit`, unless `fun` needs concrete values.
-    They must be linear in the cotangents.
+    float64. They must be linear in the cotangents, and stay the same in a second run, after a run on other values, if
+    only one argument is differentiated, if zero cotangents are missing, and under `jax.jit` where `fun` can be traced.
 
     Gradients are also compared at random values, if `fun` accepts them, and at `100 * args` and `0.01 * args`, if its
-    outputs are finite there; there, `fun` may clip, and its gradients may overflow. In an array of random values, all
-    are positive, or sorted along the last axis, if those in `args` are, and they are in [-1, 1] if those in `args` are,
-    unless `fun` fails at all such values. If `fun` needs special values such as symmetric matrices, check a function
-    that makes them: `lambda a: Layer.apply((a + a.T) / 2)`.
+    outputs are finite there; there, `fun` may clip, and its gradients may overflow. Random values are positive if those
+    in `args` are. If `fun` needs special values such as symmetric matrices, check a function that makes them:
+    `lambda a: Layer.apply((a + a.T) / 2)`.
 
     Choose arguments away from kinks, where even a right gradient may differ from the central difference. Branches that
     no value takes give a UserWarning. Shapes, dtypes, integers and statics stay as given: check several.
@@ -293,8 +278,8 @@ def gradcheck(
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
         args: a tuple of any pytrees. JAX differentiates with respect to the floating-point and complex arrays in them.
-        reference: a plain JAX function of the same `args`, whose outputs and gradients are then expected. Pass one if a
-            gradient is meant to differ from the derivative of the outputs.
+        reference: a plain JAX function of the same `args`, whose outputs and gradients are then expected, also if they
+            differ from the derivative of the outputs.
         rtol: relative tolerance. The default is the cube root of the machine epsilon for comparisons with central
             differences, and the square root for others.
         atol: absolute tolerance. The default is `sqrt(eps) * max(abs(gradient))`, where `eps` is the machine epsilon.
@@ -310,10 +295,9 @@ def gradcheck(
     Raises:
         AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
             both values and the tolerance.
-        TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
+        TypeError, ValueError: if there is nothing to check.
     """
-    options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
-    _check("gradcheck", fun, reference, args, [1], options)
+    _check("gradcheck", fun, reference, args, [1], Options(rtol, atol, step, limit, seed, float64))
     return True
 
 
@@ -336,8 +320,7 @@ def gradgradcheck(
 
     The arguments and the cotangents are perturbed, as the gradients depend on both.
     """
-    options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
-    _check("gradgradcheck", fun, reference, args, [1, 2], options)
+    _check("gradgradcheck", fun, reference, args, [1, 2], Options(rtol, atol, step, limit, seed, float64))
     return True
 
 
@@ -355,17 +338,13 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The expected gradients are those that JAX computes for the reference: here they are 1, although the derivative of
-    rounding is 0. The checks are those of `gradcheck`, also for random values.
-
-    The layer may run on several devices; the reference runs on one, and each device's copy of a result is compared with
-    its result. Pass arguments whose entries differ, because equal shards hide mistakes.
+    The checks are those of `gradcheck`, also for random values. The layer may run on several devices; the reference
+    runs on one, and each device's copy of a result is compared with its result. Pass arguments whose entries differ,
+    because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
-        reference: a function of the same `args` that returns the same tensors, in any containers. If it also returns
-            other objects, the layer must return as many of the same types, and equal ones if they are numbers, strings
-            or bytes.
+        reference: a function of the same `args` that returns the same tensors, in any containers.
         args: a tuple of any pytrees.
         orders: the orders of the derivatives to compare: 0 for outputs, 1 for gradients, up to 3.
         rtol: relative tolerance. The default is the square root of the machine epsilon.
@@ -374,7 +353,7 @@ def assert_equivalent(
 
     Raises:
         AssertionError: if a result of the layer is wrong. The message is like that of `gradcheck`.
-        TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
+        TypeError, ValueError: if there is nothing to compare.
     """
     if not orders or any(order not in range(4) for order in orders):
         raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")

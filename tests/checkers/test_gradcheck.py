@@ -22,7 +22,7 @@ from tests.checkers.wrong_layers import (
     whole,
 )
 from tests.kit.case import X
-from tests.kit.layers import Multiply, Tanh, layer
+from tests.kit.layers import Tanh, layer
 from tests.layers import CASES
 
 CASE = {case.name: case for case in CASES}
@@ -71,12 +71,6 @@ def test_a_reference_that_is_not_finite_is_named():
     with pytest.raises(AssertionError, match=r"nan by the reference \(which is not finite"):
         assert_equivalent(swish, naive, args)
     assert gradgradcheck(swish, args, jax.nn.swish)
-
-
-def test_a_cast_inside_is_named_in_the_row():
-    for made, is_cast in (RIGHT["RMSNorm in float32"][0], True), (Tanh, False):
-        report = check_layer(made, X, skip=all_but("gradients"))
-        assert ("float32 inside" in report["gradients"].message) == is_cast
 
 
 def test_narrow_dtypes():
@@ -185,14 +179,8 @@ def test_orders():
         assert_equivalent(Tanh, jnp.tanh, (X,), orders=[4])
 
 
-def test_statics_are_compared_if_the_reference_has_any():
-    def layer(x):
-        return Tanh.apply(x), 3, None, "text", jnp.sin, float("nan")
-
-    assert_equivalent(layer, jnp.tanh, (X,), orders=[0])
-    assert_equivalent(layer, lambda x: (3, (jnp.tanh(x), "text", jnp.cos, float("nan"))), (X,), orders=[0])
-    with pytest.raises(AssertionError, match="statics"):
-        assert_equivalent(layer, lambda x: (jnp.tanh(x), 4, None, "text", jnp.sin, float("nan")), (X,))
+def test_statics_among_the_outputs_are_left_out():
+    assert_equivalent(lambda x: (Tanh.apply(x), 3, None, "text", jnp.sin), jnp.tanh, (X,), orders=[0])
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
@@ -211,10 +199,6 @@ CHECKERS = {
 }
 
 
-def model(factor, tree):
-    return Multiply.apply(Tanh.apply(tree["w"][0]), factor * 2)
-
-
 @pytest.fixture
 def on_devices():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -225,20 +209,3 @@ def on_devices():
 @pytest.mark.parametrize("name", CHECKERS)
 def test_arrays_on_several_devices_are_checked(name, on_devices):
     CHECKERS[name](lambda factor, tree: (Tanh.apply(tree["w"][0]) * factor).sum(), on_devices)
-
-
-def held_elsewhere(array, monkeypatch):
-    """Make an array look as if other processes held a part of it."""
-    monkeypatch.setattr(type(array), "is_fully_addressable", property(lambda self: self is not array))
-    return array
-
-
-@pytest.mark.parametrize("name", CHECKERS)
-def test_what_other_processes_hold_cannot_be_checked(name, on_devices, monkeypatch):
-    dtype = jnp.int32 if name == "check_layer" else jnp.float32
-    with pytest.raises(ValueError, match=f"^{name}: args") as caught:
-        CHECKERS[name](model, held_elsewhere(on_devices.astype(dtype), monkeypatch))
-    assert "args[1]['w'][0]" in str(caught.value)
-    assert "jax.local_devices()" in str(caught.value)
-    with pytest.raises(ValueError, match=r"^check_layer: x "):
-        check_layer(Tanh, kwargs={"x": held_elsewhere(on_devices, monkeypatch)})

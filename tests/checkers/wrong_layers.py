@@ -82,6 +82,8 @@ def rounded_and_clipped(x):
 
 # A product with gradients that are right for symmetric matrices alone.
 WithoutTransposes = layer(jnp.matmul, lambda a, b, dy: (dy @ b, a @ dy), plain=True)
+LargestLast = layer(lambda x: x.max(), lambda x, dy: jnp.zeros_like(x).at[-1].set(dy), plain=True)
+FirstOfSorted = layer(lambda x: jnp.sort(x)[0], lambda x, dy: jnp.zeros_like(x).at[0].set(dy), plain=True)
 SwapsGradients = layer(base=Multiply, backward=lambda ctx, dy: Multiply.backward(ctx, dy)[::-1])
 
 
@@ -371,6 +373,8 @@ WRONG = {
     "table": Wrong(sine(backward=keeps_a_table), (X,), ("gradients", "jit"), jnp.sin),
     "no transposes": Wrong(WithoutTransposes, (jnp.ones((3, 3)), jnp.eye(3)), ("gradients",), jnp.matmul),
     "swapped": Wrong(SwapsGradients, (X, X), ("gradients",), jnp.multiply),
+    "maximum": Wrong(LargestLast, (jnp.array([0.2, 5.0, 100.0]),), ("gradients",), jnp.max),
+    "sorted": Wrong(FirstOfSorted, (jnp.linspace(0.2, 1.0, 5),), ("gradients",), lambda x: jnp.sort(x)[0]),
     "swapped scalars": Wrong(SwapsGradients, (jnp.float32(1), jnp.float32(1)), ("gradients",), jnp.multiply),
     "clipped values": Wrong(ForgetsToClip, (X,), ("gradients",), lambda x: jnp.clip(x, -2, 2)),
     "small values are zero": Wrong(DeadZone, (X,), ("gradients",), lambda x: jnp.where(jnp.abs(x) < 0.02, 0, x)),

@@ -1,12 +1,7 @@
 """The demo and its command line."""
 
-import os
-import pty
 import re
-import signal
-import subprocess
 import sys
-import termios
 
 import jax
 import pytest
@@ -58,58 +53,3 @@ def test_unknown_arguments_give_usage(arguments, capsys):
         __main__.main(arguments)
     assert stop.value.code == 2
     assert "usage: python -m pylayer_jax" in capsys.readouterr().err
-
-
-ROOT = os.path.dirname(os.path.dirname(__main__.__file__))
-
-
-def run(*arguments, **options):
-    path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path}
-    environment.pop("PYTHONUNBUFFERED", None)
-    command = [sys.executable, "-m", "pylayer_jax", *arguments]
-    return subprocess.Popen(command, env=environment, **{"stderr": subprocess.PIPE, "text": True, **options})
-
-
-@pytest.mark.parametrize("arguments", [pytest.param(["--epochs", "1"], marks=pytest.mark.slow), ["check", "--help"]])
-def test_a_reader_that_leaves_gets_no_traceback(arguments):
-    read, write = os.pipe()
-    os.close(read)
-    with run(*arguments, stdout=write) as job:
-        os.close(write)
-        errors = job.stderr.read()
-    assert "Error" not in errors
-    assert "Traceback" not in errors
-    assert job.returncode == -signal.SIGPIPE
-
-
-@pytest.mark.slow
-def test_ctrl_c_gives_no_traceback():
-    terminal, errors = pty.openpty()  # in a pipe there is no progress bar
-    termios.tcsetwinsize(errors, (24, 80))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
-    try:
-        job = run("--epochs", "100000", stdout=subprocess.DEVNULL, stderr=errors)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        os.close(errors)
-    shown = b""
-    try:
-        while part := _read(terminal):
-            shown += part
-            if b"training" in shown:
-                job.send_signal(signal.SIGINT)
-    finally:
-        job.kill()
-        job.wait()
-        os.close(terminal)
-    assert job.returncode == -signal.SIGINT
-    assert b"Traceback" not in shown
-    assert b"KeyboardInterrupt" not in shown
-
-
-def _read(terminal):
-    try:
-        return os.read(terminal, 1024)
-    except OSError:  # the job has ended
-        return b""

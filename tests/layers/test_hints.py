@@ -16,8 +16,6 @@ USUAL = {
     "x": NUMBERS.uniform(0.1, 1.0, (3, 4)),
     "y": NUMBERS.uniform(0.1, 1.0, (3, 4)),
     "w": NUMBERS.uniform(-1, 1, (4, 2)),
-    "v": NUMBERS.uniform(-1, 1, 3),
-    "bias": NUMBERS.uniform(-1, 1, 2),
     "src": NUMBERS.uniform(-1, 1, (2, 2)),
     "mask": NUMBERS.uniform(-1, 1, (3, 4)) > 0,
     "index": np.array([[0, 2], [1, 1]]),
@@ -48,8 +46,8 @@ OTHER = {
     **{name: {"x": LONG} for name in ("abs", "sign", "floor", "ceil", "trunc", "int", "long", "relu", "norm")},
 }
 # Hints in words, with no call of torch beside them.
-WORDS = """clone contiguous is_contiguous stride storage cpu cuda is_cuda get_device place data_ptr numpy requires_grad
-stop_gradient grad backward no_grad register_hook saved_variables new new_tensor new_empty"""
+WORDS = """clone contiguous is_contiguous stride storage cpu cuda is_cuda get_device place numpy requires_grad
+stop_gradient grad backward no_grad register_hook saved_variables"""
 
 
 def pairs_of(name):
