@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _host_layer
-from ._arguments import Arguments
+from ._arguments import Arguments, argument_tangents, match_gradients, match_tangents
 from ._context import (
     ContextState,
     ForwardResult,
@@ -25,7 +25,6 @@ from ._context import (
     is_none,
     keep,
 )
-from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array, is_tensor

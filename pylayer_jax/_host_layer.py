@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._arguments import coerce, match_gradients
 from ._context import (
     ContextState,
     ResidualTree,
@@ -37,7 +38,6 @@ from ._context import (
     copy_container,
     positions_of_kept,
 )
-from ._gradients import coerce, match_gradients
 from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
 from ._jax.rule_function import merge, scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer

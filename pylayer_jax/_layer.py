@@ -15,12 +15,11 @@ from . import _hooks
 from ._arguments import bind, call_of_apply
 from ._call import LayerCall, in_backward
 from ._context import PyLayerContext, backward_context
-from ._custom_vjp import TracedCall, custom_vjp_of, ref_error
 from ._jax.rule_function import apply, merge, select
 from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
 from ._jax.transparency import forbid_derivative
 from ._jax.types import has_tangent
-from ._layer_rule import EagerLayer
+from ._layer_rule import EagerLayer, TracedCall, custom_vjp_of, ref_error
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
 

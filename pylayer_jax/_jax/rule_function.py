@@ -119,7 +119,7 @@ class ObjectPrimitive(Primitive):
             return _payload(payload).lower_rule(context, *args)
 
         named_rule: Any = jvp
-        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_layer_rule.py`
         self.def_impl(evaluate)
         # JAX 0.12 and later call `to_lojax` to lower a jaxpr with hijax primitives, such as that of `jnp.nonzero`.
         self.to_lojax = evaluate
