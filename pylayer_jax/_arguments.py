@@ -52,10 +52,6 @@ class Argument(NamedTuple):
 class Arguments:
     """The arguments of one layer call, in the order of the parameters of `forward`, without the tensors in them.
 
-        arguments, tensors = Arguments.of("Linear", [("x", x), ("params", {"w": w, "b": b})], n_positional=2)
-        arguments.names()   # ['x', 'params']
-        len(tensors)        # 3
-
     It holds no array, since it is part of a treedef, which JAX may cache.
     """
 
@@ -98,23 +94,18 @@ class Arguments:
 
     def slots(self) -> list[Argument]:
         """Return the arguments for which `backward` returns a gradient: those that hold a tensor other than a Ref."""
-        is_refs = self.ref_mask or [False] * len(self.types)
-        return [a for a in self.arguments if not all(is_refs[a.span])]
+        mask = self.ref_mask or [False] * len(self.types)
+        return [a for a in self.arguments if not all(mask[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
         """Call `function(ctx, ...)` on the arguments; `method` is its name in error messages."""
         __tracebackhide__ = True
         if self.is_plain:
             return function(ctx, *tensors)
-        values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
-        containers = [
-            (a.name, value, split(value))
-            for a, value in zip(self.arguments, values, strict=True)
-            if a.skeleton.is_container
-        ]
-        n = self.n_positional
-        keywords = {a.name: value for a, value in zip(self.arguments[n:], values[n:], strict=True)}
-        result = function(ctx, *values[:n], **keywords)
+        n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
+        pairs = list(zip(self.arguments, values, strict=True))
+        containers = [(a.name, value, split(value)) for a, value in pairs if a.skeleton.is_container]
+        result = function(ctx, *values[:n], **{a.name: value for a, value in pairs[n:]})
         for name, value, before in containers:
             try:
                 after = split(value)
@@ -242,8 +233,6 @@ def match_gradients(
                         leaf, arguments.types[i], lambda i=i: f"{where}{arguments.tensor_names()[i]!r}", True, batch
                     )
     except ValueError as error:
-        if advice := _advice_to_wrap(result, arguments.slots()):
-            error.add_note(advice)
         error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
         raise
     if result is None and any(needs):
@@ -278,8 +267,15 @@ def _pair(
             entries.pop()
     elif len(entries) <= len(slots) and not any(any(needs[slot.span]) for slot in slots[len(entries) :]):
         return list(zip(slots, entries, strict=False))
-    if len(entries) != len(passed):
-        raise ValueError(_wrong_count(len(entries), slots, arguments, torch_convention))
+    if (count := len(entries)) != len(passed):
+        of_all, kind = arguments.names(), "argument" if torch_convention else "tensor argument"
+        names = of_all if torch_convention else [a.name for a in slots]
+        problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
+        or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
+        raise ValueError(
+            f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
+            f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
+        )
     pairs = list(zip(passed, entries, strict=True))
     for argument, entry in pairs:
         is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
@@ -289,30 +285,6 @@ def _pair(
                 "which holds no tensor. Return None in its place."
             )
     return [(argument, entry) for argument, entry in pairs if argument.skeleton.size]
-
-
-def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, torch_convention: bool) -> str:
-    of_all = arguments.names()
-    names = of_all if torch_convention else [a.name for a in slots]
-    kind = "argument" if torch_convention else "tensor argument"
-    problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
-    or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
-    return (
-        f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
-        f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
-    )
-
-
-def _advice_to_wrap(result: Any, slots: Sequence[Argument]) -> str:
-    kind = type(result)
-    for slot in slots if isinstance(result, tuple) and (kind is not tuple or len(slots) == 1) else ():
-        if (slot.skeleton.treedef.node_data() or (None,))[0] is kind:
-            shown = "" if kind is tuple else kind.__name__
-            return (
-                f"backward returns a tuple with one entry per argument. If this {kind.__name__} is the gradient of "
-                f"{slot.name}, wrap it: return ({shown}(...),)."
-            )
-    return ""
 
 
 def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:

@@ -205,11 +205,10 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        jvp = self.layer._jvp_method()
         ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
-            result = jvp(ctx, *given)
+            result = self.layer._jvp_method()(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(
@@ -269,13 +268,7 @@ class LayerCall:
 
 def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], bool]) -> list[Any]:
     """Return the batch axis of each tensor. An int or None in `out_dims` applies to a whole subtree."""
-    tensors, skeleton = split(outputs, is_output)
-    if out_dims is None or isinstance(out_dims, int):
-        return [out_dims] * len(tensors)
-    if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
-        pairs = zip(out_dims, outputs, strict=True)
-        return [dim for dims, output in pairs for dim in _dims_of_tensors(dims, output, is_output)]
-    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
+    return split(outputs, is_output)[1].flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -99,13 +99,8 @@ class ContextState:
     # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
     # array of the output, whose derivative `backward` defines.
     numpy_copies: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list[Any])
-    # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets as
-    # `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
+    # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that replaced it.
     returned: Sequence[tuple[Any, Any]] = ()
-
-    def as_output(self, value: Any) -> Any:
-        """Return the JAX array that replaced a NumPy output of `forward`, or any other value itself."""
-        return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
         if self.load is not None:
@@ -206,10 +201,9 @@ class PyLayerContext:
             ValueError: when `forward` returns, for a marked value that is not an output of `forward`.
         """
         state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
-        for leaf in [x for value in outputs for x in (split(value)[0] or [value])]:
-            output = state.as_output(leaf)
-            state.marked.append(output)
-            state.must_return.append((output, "mark_non_differentiable", advice))
+        marked = [x for value in outputs for x in (split(value)[0] or [value])]
+        state.marked += marked
+        state.must_return += [(x, "mark_non_differentiable", advice) for x in marked]
 
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
@@ -256,15 +250,13 @@ def backward_context(
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` as the context keeps it: NumPy arrays are copied, or replaced by JAX outputs."""
-    if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
+    if is_array(value) or isinstance(value, (int, float, str, type(None))):
         return value
-    leaves, rest = split(value, lambda x: isinstance(x, np.ndarray) or is_ref(x) or state.as_output(x) is not x)
+    leaves, rest = split(value, lambda x: isinstance(x, np.ndarray) or is_ref(x))
     if not leaves:
         return value  # the user's own container, since nothing in it has to be copied
     for i, leaf in enumerate(leaves):
-        if (output := state.as_output(leaf)) is not leaf:
-            leaves[i] = output
-        elif not is_ref(leaf):
+        if not is_ref(leaf):
             leaves[i] = leaf.copy()
             state.numpy_copies.append((leaf, leaves[i]))
         elif not contains(state.inputs, leaf):
@@ -340,7 +332,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
     # From the id of a NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output.
-    output_of = {id(x): y for x, y in zip(tensors, arrays, strict=True) if x is not y}
+    output_of = {id(x): y for x, y in [*zip(tensors, arrays, strict=True), *state.returned] if x is not y}
     for array, own in state.numpy_copies if output_of else ():
         # `forward` may have changed the array in place after the copy was made.
         if id(array) in output_of and array.tobytes() == own.tobytes():

@@ -214,15 +214,11 @@ class StagedLayer(_hooks.LayerFunction):
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
     """
 
-    def __init__(
-        self, call: LayerCall, jaxpr: Any, unnamed: Any, n_consts: int, kept: SavedContext, positions: list[int]
-    ) -> None:
+    def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int]) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
-        self._unnamed = unnamed  # without `checkpoint_name` for `saved_names`
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        # The original of a copy that `packing` made.
-        self.without_packing: StagedLayer | None = None
+        self.without_packing: StagedLayer | None = None  # the original of a copy that `packing` made
         self.n_outputs = len(kept.outputs.types)
         # `with_rule` has the indices of the outputs from which intermediates are computed. An output that is also an
         # input is left out: for the intermediates, it has the tangent of the input.
@@ -236,9 +232,9 @@ class StagedLayer(_hooks.LayerFunction):
     @property
     def outputs_jaxpr(self) -> Any:
         if not self.intermediates:
-            return self._unnamed
+            return self.jaxpr
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self._unnamed, used, instantiate=True)[0]
+        return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
 
     def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
@@ -270,9 +266,8 @@ class StagedLayer(_hooks.LayerFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Pack only in a copy that `packing` made, and not in eager forward mode, which keeps no residuals."""
-        if self.without_packing is None:
-            return self.differentiate(primals, tangents, packs=False)
-        return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
+        packs = self.without_packing is not None and _hooks.keeps_residuals(tangents)
+        return (self.without_packing or self).differentiate(primals, tangents, packs)
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Return the results and their tangents. If `packs`, the hooks around the call pack saved tensors."""
@@ -320,15 +315,8 @@ class StagedLayer(_hooks.LayerFunction):
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
 
             in_axes = tuple(self._of_sources(dims, [0] * len(outputs)))
-            try:
+            with noting(self.name, "forward"):  # JAX batches its code: `vmap` returns the outputs alone
                 found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
-            except Exception as error:
-                error.add_note(
-                    f"JAX batches the code of {self.name}.forward that computes saved intermediates: vmap returns "
-                    "outputs alone. Where JAX cannot batch it, return what backward needs as one more output, and mark "
-                    "it with ctx.mark_non_differentiable if it has no gradient."
-                )
-                raise
             return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
@@ -359,7 +347,6 @@ def stage_layer(
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
-    unnamed = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
         names = call.checkpoint_names(kept)
@@ -368,7 +355,7 @@ def stage_layer(
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
             kept = dataclasses.replace(kept, has_names=True)
-    return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
+    return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
 
 def _stage_forward(
