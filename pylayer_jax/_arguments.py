@@ -97,15 +97,15 @@ class Arguments:
         mask = self.ref_mask or [False] * len(self.types)
         return [a for a in self.arguments if not all(mask[a.span])]
 
-    def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-        """Call `function(ctx, ...)` on the arguments; `method` is its name in error messages."""
+    def call(self, method: str, function: Callable[..., Any], tensors: Sequence[Any], *first: Any) -> Any:
+        """Call `function` on `first`, then on the arguments; `method` is its name in error messages."""
         __tracebackhide__ = True
         if self.is_plain:
-            return function(ctx, *tensors)
+            return function(*first, *tensors)
         n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
         pairs = list(zip(self.arguments, values, strict=True))
         containers = [(a.name, value, split(value)) for a, value in pairs if a.skeleton.is_container]
-        result = function(ctx, *values[:n], **{a.name: value for a, value in pairs[n:]})
+        result = function(*first, *values[:n], **{a.name: value for a, value in pairs[n:]})
         for name, value, before in containers:
             try:
                 after = split(value)
@@ -360,11 +360,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 
 
 def coerce(
-    value: Any,
-    aval: Any,
-    where: Callable[[], str],
-    is_gradient: bool = False,
-    batch: tuple[int, ...] | None = None,
+    value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False, batch: tuple[int, ...] | None = None
 ) -> Any:
     """Return `value` with the dtype, the shape and the varying mesh axes of `aval`, or None for None.
 

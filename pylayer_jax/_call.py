@@ -134,7 +134,7 @@ class LayerCall:
             with scope:
                 if self.layer.host:
                     return ctx, _host_layer.run_forward(self, ctx, tensors)
-                return ctx, self.arguments.call("forward", self.layer._forward_with_ctx(), ctx, tensors)
+                return ctx, self.arguments.call("forward", self.layer._forward_with_ctx(), tensors, ctx)
         except Exception as error:
             add_note(error, self.name, "forward")
             raise
@@ -226,15 +226,11 @@ class LayerCall:
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any], expected: Outputs) -> list[Any]:
         """Run `vmap`. Return its outputs in the order of `expected`, with the batch axis in front."""
-        arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
-
-        def vmap(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
-
+        first = VmapInfo(axis.size, "error"), tuple(self.arguments.per_argument(dims))
         with noting(self.name, "vmap"), self.scope("vmap", is_staging()):
             if self.layer.host:
-                return _host_layer.run_vmap(self, axis, vmap, tensors)
-            result = arguments.call("vmap", vmap, None, tensors)
+                return _host_layer.run_vmap(self, axis, tensors, *first)
+            result = self.arguments.call("vmap", self.layer.vmap, tensors, *first)
         skeleton, values = self.split_batch(axis, result, is_tensor, functools.partial(batch_axis_to_front, axis))
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
         found = {path: f"{x.dtype}{list(x.shape)}" for path, x in value_at.items()}

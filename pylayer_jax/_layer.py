@@ -15,10 +15,9 @@ from . import _hooks
 from ._arguments import bind, call_of_apply
 from ._call import LayerCall, in_backward
 from ._context import PyLayerContext, backward_context
-from ._jax.rule_function import apply, merge, select
+from ._jax.rule_function import apply, select
 from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
 from ._jax.transparency import forbid_derivative
-from ._jax.types import has_tangent
 from ._layer_rule import EagerLayer, TracedCall, custom_vjp_of, ref_error
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
@@ -117,10 +116,7 @@ def once_differentiable(backward: Method) -> Method:
         state = ctx._state
         inputs = state.read_saved(), dict(vars(ctx)), args[first + 1 :]
         tensors, skeleton = split(inputs)
-        perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
-        if fixed := forbid_derivative(select(tensors, perturbed), second_derivative_error):
-            inputs = skeleton.fill(merge(perturbed, fixed, tensors))
-        saved, attributes, cotangents = inputs
+        saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
         ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 

@@ -214,8 +214,11 @@ class StagedLayer(_hooks.LayerFunction):
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
     """
 
-    def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int]) -> None:
+    def __init__(
+        self, call: LayerCall, jaxpr: Any, unnamed: Any, n_consts: int, kept: SavedContext, positions: list[int]
+    ) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
+        self._unnamed = unnamed  # without `checkpoint_name` for `saved_names`
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
         self.without_packing: StagedLayer | None = None  # the original of a copy that `packing` made
@@ -232,9 +235,9 @@ class StagedLayer(_hooks.LayerFunction):
     @property
     def outputs_jaxpr(self) -> Any:
         if not self.intermediates:
-            return self.jaxpr
+            return self._unnamed
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0]
+        return partial_eval.dce_jaxpr(self._unnamed, used, instantiate=True)[0]
 
     def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
@@ -347,6 +350,7 @@ def stage_layer(
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
+    unnamed = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
         names = call.checkpoint_names(kept)
@@ -355,7 +359,7 @@ def stage_layer(
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
             kept = dataclasses.replace(kept, has_names=True)
-    return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
+    return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
 
 
 def _stage_forward(
@@ -597,9 +601,7 @@ def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ..
         if any(map(is_differentiated, tensors)):  # JAX refuses to write a differentiated value to a Ref
             raise error() from refused
         raise
-    arrays = [not is_ref(x) for x in residuals]
-    outputs = forbid_derivative(outputs, error)
-    residuals = merge(arrays, forbid_derivative(select(residuals, arrays), error), residuals)
+    outputs, residuals = forbid_derivative(outputs, error), forbid_derivative(residuals, error)
     return _remember(traced_call, ForwardResult(kept, outputs, residuals), tensors, needs)
 
 

@@ -173,14 +173,7 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-    return jax.vmap(
-        function,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        axis_name=axis.name,
-        axis_size=axis.size,
-        spmd_axis_name=axis.spmd_name,
-    )
+    return jax.vmap(function, in_axes, out_axes, axis.name, axis.size, axis.spmd_name)
 
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:

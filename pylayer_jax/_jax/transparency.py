@@ -31,13 +31,14 @@ from .traces import (
     DebugInfo,
     eval_jaxpr,
     ir,
+    is_tracer,
     lower_with_sharding_in_types,
     mlir,
     partial_eval,
     set_current_trace,
     stablehlo,
 )
-from .types import typeof
+from .types import has_tangent, is_array, typeof, types_of
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -250,7 +251,10 @@ def barrier(values: Sequence[Any], waits: bool = False) -> Values:
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
     """Return the values; if JAX differentiates any of them, raise the exception that `error` returns."""
-    return apply(Guard([typeof(x) for x in values], error), values) if values else []
+    mask = [is_tracer(x) and is_array(x) and has_tangent(x) for x in values]
+    traced = select(values, mask)
+    guarded = iter(apply(Guard(types_of(traced), error), traced) if traced else ())
+    return [next(guarded) if is_traced else x for is_traced, x in zip(mask, values, strict=True)]
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
