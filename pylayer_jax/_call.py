@@ -264,7 +264,13 @@ class LayerCall:
 
 def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], bool]) -> list[Any]:
     """Return the batch axis of each tensor. An int or None in `out_dims` applies to a whole subtree."""
-    return split(outputs, is_output)[1].flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
+    tensors, skeleton = split(outputs, is_output)
+    if out_dims is None or isinstance(out_dims, int):
+        return [out_dims] * len(tensors)
+    if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
+        pairs = zip(out_dims, outputs, strict=True)
+        return [dim for dims, output in pairs for dim in _dims_of_tensors(dims, output, is_output)]
+    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,21 +41,6 @@ class Outputs:
         # Zeros for the cotangent of an uncommitted array may be on any device, and those of a tracer get the sharding
         # of its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
-
-    @staticmethod
-    def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        tensors, skeleton = split(result)
-        if not tensors:
-            raise ValueError(
-                f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
-            )
-        if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
-            raise ValueError(
-                f"{layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
-                "Ref that it passed; for any other Ref, return its value: ref[...]."
-            )
-        return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """Return one cotangent for `backward` per top-level output; without a tensor, None or no entry."""
@@ -129,20 +114,11 @@ class PyLayerContext:
         object.__setattr__(self, "_state", state)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name):
-            raise AttributeError(
-                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. Choose "
-                "another name, or keep tensors with ctx.save_for_backward(...)."
-            )
         object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
 
-    def __getattr__(self, name: str) -> Any:
-        state, known = self._state, getattr(type(self), name, None)
-        if isinstance(known, property):  # the property raised an AttributeError: raise the same error again
-            return known.__get__(self)
-        raise AttributeError(
-            f"ctx.{name} does not exist: forward of {state.layer} set {sorted(vars(self)) or 'no attribute'}."
-        )
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -327,7 +303,18 @@ class ForwardResult(NamedTuple):
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     state = ctx._state
-    tensors, arrays, skeleton = Outputs.split(state.layer, result)
+    tensors, skeleton = split(result)
+    if not tensors:
+        raise ValueError(
+            f"{state.layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
+            "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
+        )
+    if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
+        raise ValueError(
+            f"{state.layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
+            "Ref that it passed; for any other Ref, return its value: ref[...]."
+        )
+    arrays = as_arrays(tensors)
     if state.must_return:
         check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()

@@ -106,8 +106,6 @@ class LayerMap(LinearMap):
     a `jvp`, or a linear `backward`.
     """
 
-    nonlinearity = "a layer whose saved tensors depend on them"
-
     def __init__(
         self, call: LayerCall, kept: SavedContext, n_residuals: int, needs: Sequence[bool], packed: Any = None
     ) -> None:
@@ -180,8 +178,6 @@ class CodeMap(LinearMap):
     It gives the tangents of saved intermediates of `forward`. The residuals are the values of all `sources`. `evaluate`
     calls `jax.jvp`, and `transpose` calls `jax.vjp`, so that code which supports only one of the two modes works in it.
     """
-
-    nonlinearity = "the code of a forward whose values depend on them"
 
     def __init__(self, name: str, jaxpr: Any, sources: list[Any], perturbed: list[bool], targets: list[Any]) -> None:
         self.name, self.jaxpr, self.sources, self.targets = name, jaxpr, sources, targets

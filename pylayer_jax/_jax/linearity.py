@@ -155,9 +155,8 @@ def _scatter(equation: Any, operands: list[Kind]) -> Any:
 
 
 def _linear_map(equation: Any, operands: list[Kind]) -> Kind:
-    linear = payload_of(equation)
-    n = linear.n_residuals
-    return _sum(linear.name, operands[n:], operands[:n], linear.nonlinearity)
+    name, n = payload_of(equation).name, payload_of(equation).n_residuals
+    return _sum(name, operands[n:], operands[:n], f"{name!r}, whose saved tensors depend on them")
 
 
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:

@@ -220,9 +220,6 @@ class RuleFunction:
         batched.n_consts = len(consts)
         return batched, consts, batched.out_dims
 
-    def uses_axis(self, types: Sequence[Any]) -> bool:
-        return False
-
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         """Return the batched `run`: it returns the values for a batch, and the batch axis (0 or None) of each value.
 
@@ -270,7 +267,8 @@ class RuleFunction:
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         types = [typeof(x) for x in args]
         batched, consts, out_dims = self.batch(axis, dims, types)
-        if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
+        is_shared = out_dims is not None and all(d is None for d in (*dims, *out_dims))
+        if is_shared and not (isinstance(batched, BatchedFunction) and batched.uses_axis(types)):
             return apply(self, args), out_dims
         values = apply(batched, [*consts, *args])
         return values, [0] * len(values) if out_dims is None else out_dims
@@ -344,7 +342,6 @@ class LinearMap:
     name: str
     n_residuals: int
     types: Sequence[Any]  # types of the results
-    nonlinearity = "a linear map whose residuals depend on them"  # after "it has the operation", in `linearity.py`
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         raise NotImplementedError
@@ -398,7 +395,7 @@ class BatchedMap(LinearMap):
     """A batched linear map, whose tangents and results have the batch axis in front."""
 
     def __init__(self, inner: LinearMap, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner, self.axis, self.name, self.nonlinearity = inner, axis, inner.name, inner.nonlinearity
+        self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # batch axes of the residuals
         self.n_residuals = inner.n_residuals
         self.types = [batched_type(axis, t) for t in inner.types]
