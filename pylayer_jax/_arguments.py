@@ -174,27 +174,17 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
+    forward: Callable[..., Any]
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     rest: str  # the name of `*args`
     required: int  # how many positional arguments a call without keywords has to pass
 
 
-# The outer key is `forward`, or its `__func__` if it is a bound method; the inner key says whether it is bound. A
-# signature does not keep the function alive.
-_known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
-
-
 def _declared(layer: Any) -> _Declared:
-    forward = layer._forward_with_ctx()
-    function = getattr(forward, "__func__", forward)
-    is_bound = function is not forward
-    try:
-        known = _known.setdefault(function, {})
-    except TypeError:  # `function` is an object that cannot be hashed or weakly referenced
-        known = {}
-    if is_bound in known:
-        return known[is_bound]
+    forward, known = layer._forward_with_ctx(), vars(layer).get("_declared")
+    if known is not None and known.forward == forward:  # a class may be made from the attributes of another class
+        return known
     signature = signature_of(forward)
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
@@ -204,8 +194,8 @@ def _declared(layer: Any) -> _Declared:
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
     rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
-    known[is_bound] = _Declared(signature, tuple(p.name for p in plain), rest, required)
-    return known[is_bound]
+    layer._declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, required)
+    return layer._declared
 
 
 # -- gradients -------------------------------------------------------------------------------------------------

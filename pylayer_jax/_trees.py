@@ -72,7 +72,8 @@ class Skeleton:
 
     def parts(self) -> tuple[list[Any], list[Any]]:
         """Return the nodes and the leaves, which identify the skeleton; a placeholder stands for each tensor."""
-        nodes, leaves = [self.node], list[Any]()
+        node, leaves = self.node, list[Any]()
+        nodes = [(type(node.like), node.keys) if type(node) is _DictNode else node]
         for leaf in self.leaves:
             leaves.append(leaf if leaf is LEAF or type(leaf) is not Skeleton else Skeleton)
             if leaves[-1] is Skeleton:  # [x, {"a": y}] has other parts than [{"a": x}, y]
@@ -164,9 +165,6 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
 def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
     """Return the `Skeleton` of a tree, and append its tensors to `tensors`."""
-    if predicate(tree):
-        tensors.append(tree)
-        return LEAF
     before = len(tensors)
     if _is_dict((), tree):
         like = tree.copy()
@@ -174,10 +172,18 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
         leaves = [_skeleton(x, predicate, tensors) for x in tree.values()]
         node = _DictNode(like, tuple(tree), tuple([key for key, x in zip(tree, leaves, strict=True) if x.size]))
         paths = [(jax.tree_util.DictKey(key),) for key in tree]
+    elif predicate(tree):
+        tensors.append(tree)
+        return LEAF
     else:
         pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_dict, is_leaf_takes_path=True)
-        leaves = [_skeleton(x, predicate, tensors) if predicate(x) or _is_dict((), x) else x for _, x in pairs]
-        paths = [path for path, _ in pairs]
+        paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
+        for i, leaf in enumerate(leaves):
+            if predicate(leaf):
+                tensors.append(leaf)
+                leaves[i] = LEAF
+            elif _is_dict((), leaf):
+                leaves[i] = _skeleton(leaf, predicate, tensors)
     return Skeleton(node, leaves, paths, len(tensors) - before)
 
 

@@ -220,6 +220,9 @@ class RuleFunction:
         batched.n_consts = len(consts)
         return batched, consts, batched.out_dims
 
+    def uses_axis(self, types: Sequence[Any]) -> bool:
+        return False
+
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         """Return the batched `run`: it returns the values for a batch, and the batch axis (0 or None) of each value.
 
@@ -267,8 +270,7 @@ class RuleFunction:
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         types = [typeof(x) for x in args]
         batched, consts, out_dims = self.batch(axis, dims, types)
-        is_shared = out_dims is not None and all(d is None for d in (*dims, *out_dims))
-        if is_shared and not (isinstance(batched, BatchedFunction) and batched.uses_axis(types)):
+        if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
             return apply(self, args), out_dims
         values = apply(batched, [*consts, *args])
         return values, [0] * len(values) if out_dims is None else out_dims

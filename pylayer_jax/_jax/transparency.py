@@ -29,16 +29,17 @@ from .jaxprs import is_literal, jaxpr_and_consts, stage
 from .rule_function import Outputs, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
 from .traces import (
     DebugInfo,
+    ShapedArray,
+    Tracer,
     eval_jaxpr,
     ir,
-    is_tracer,
     lower_with_sharding_in_types,
     mlir,
     partial_eval,
     set_current_trace,
     stablehlo,
 )
-from .types import has_tangent, is_array, typeof, types_of
+from .types import has_tangent, typeof, types_of
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -251,7 +252,7 @@ def barrier(values: Sequence[Any], waits: bool = False) -> Values:
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
     """Return the values; if JAX differentiates any of them, raise the exception that `error` returns."""
-    mask = [is_tracer(x) and is_array(x) and has_tangent(x) for x in values]
+    mask = [isinstance(x, Tracer) and type(x.aval) is ShapedArray and has_tangent(x) for x in values]
     traced = select(values, mask)
     guarded = iter(apply(Guard(types_of(traced), error), traced) if traced else ())
     return [next(guarded) if is_traced else x for is_traced, x in zip(mask, values, strict=True)]
