@@ -208,7 +208,7 @@ class LayerCall:
         ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
-            result = self.layer._jvp_method()(ctx, *given)
+            result = self.layer.jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(

@@ -15,7 +15,7 @@ import numpy as np
 from ._jax.traces import current_trace, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
 from ._messages import closed_over, describe, tensors_in
-from ._trees import LEAF, Skeleton, contains, split
+from ._trees import Skeleton, contains, split
 
 # -- outputs of `forward` -------------------------------------------------------------------------------------
 
@@ -31,10 +31,7 @@ class Outputs:
         # `groups` has one skeleton for each cotangent that `backward` gets: one per element of a tuple or list, and one
         # for any other result.
         self.is_sequence = isinstance(result, (tuple, list))
-        if skeleton is LEAF:
-            self.groups = [LEAF]
-        else:
-            self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
+        self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = types_of(arrays)
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
@@ -350,7 +347,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     n_saved = len(residuals)
     attributes = {name: add(value, f"ctx.{name}") for name, value in vars(ctx).items()}
     saved_for_jvp = None
-    if state.saved_for_jvp is not None and layer._jvp_method() is not None:
+    if state.saved_for_jvp is not None and hasattr(layer, "jvp"):
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
     counts = len(state.saved or ()), n_saved, len(residuals)

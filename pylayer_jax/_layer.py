@@ -50,7 +50,7 @@ def check_declarations(layer: Any) -> None:
         found = getattr(layer, flag)
         if not any(found is x or (isinstance(found, str) and found == x) for x in values):
             raise error(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
-    if layer.host and (layer.forward_mode or layer._jvp_method() is not None):
+    if layer.host and (layer.forward_mode or hasattr(layer, "jvp")):
         given = "forward_mode = True" if layer.forward_mode else "a jvp method"
         raise TypeError(
             f"{name} has {given} and host = {layer.host!r}, but a layer of NumPy has no forward mode. Remove {given}, "
@@ -279,10 +279,6 @@ class PyLayer:
     def _has_backward(cls) -> bool:
         return cls.backward is not PyLayer.backward
 
-    @classmethod
-    def _jvp_method(cls) -> Callable[..., Any] | None:
-        return getattr(cls, "jvp", None)
-
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs, and keep on `ctx` the values that `backward` needs."""
@@ -346,7 +342,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = bool(call.arguments.ref_mask)
-    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
+    has_forward_mode = layer.forward_mode or hasattr(layer, "jvp") or in_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)

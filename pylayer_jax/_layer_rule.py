@@ -25,7 +25,6 @@ not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls tha
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import types
 import weakref
@@ -121,7 +120,7 @@ class LayerMap(LinearMap):
         return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        if self.call.layer._jvp_method() is not None:
+        if hasattr(self.call.layer, "jvp"):
             residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
             pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
         else:
@@ -160,7 +159,7 @@ class LayerMap(LinearMap):
     def check_derivative(self) -> None:
         # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
         # silently, in spite of @once_differentiable.
-        if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
+        if not hasattr(self.call.layer, "jvp") and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
     def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
@@ -354,7 +353,7 @@ def stage_layer(
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
-            kept = dataclasses.replace(kept, has_names=True)
+            kept.has_names = True
     return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
 
 
@@ -460,17 +459,14 @@ def linearize(
         residuals = [*arrays, *_hooks.held(residuals[n:])]
         owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
-        names, unnamed = call.checkpoint_names(kept), residuals
-        residuals = list(unnamed)
-        for i, owner in enumerate(owners):
-            x = unnamed[i]
+        names, named = call.checkpoint_names(kept), dict[int, Any]()
+        for x, owner in zip(residuals, owners, strict=False):
             # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
             is_named = kept.has_names and packed is None and not contains(inputs, x)
             if names[owner] and not is_named and is_tracer(x):
-                residuals[i] = checkpoint_name(x, names[owner])
+                named[id(x)] = checkpoint_name(x, names[owner])
         # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
-        named = list(zip(unnamed, residuals, strict=True))
-        outputs = [next((y for x, y in named if x is output), output) for output in outputs]
+        residuals, outputs = ([named.get(id(x), x) for x in values] for values in (residuals, outputs))
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
 
 
@@ -575,8 +571,6 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
 
 
-# -- calls with a Ref --------------------------------------------------------------------------------------
-#
 # A call that takes a Ref uses a separate custom_vjp function. It has no symbolic zeros: with these, JAX would not
 # recognize that a residual of the fwd rule is an argument Ref. It does not stage `forward`, since the primitives of
 # this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`,

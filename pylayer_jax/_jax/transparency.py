@@ -39,7 +39,7 @@ from .traces import (
     set_current_trace,
     stablehlo,
 )
-from .types import has_tangent, typeof, types_of
+from .types import has_tangent, typeof
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -254,7 +254,7 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
     """Return the values; if JAX differentiates any of them, raise the exception that `error` returns."""
     mask = [isinstance(x, Tracer) and type(x.aval) is ShapedArray and has_tangent(x) for x in values]
     traced = select(values, mask)
-    guarded = iter(apply(Guard(types_of(traced), error), traced) if traced else ())
+    guarded = iter(apply(Guard([x.aval for x in traced], error), traced) if traced else ())
     return [next(guarded) if is_traced else x for is_traced, x in zip(mask, values, strict=True)]
 
 
