@@ -315,9 +315,6 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
             methods.add(method)
 
 
-# -- tangents ----------------------------------------------------------------------------------------------
-
-
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
     """Return one pytree of tangents per argument for `jvp`, or None for an argument without tensors."""
     full = [

@@ -22,7 +22,6 @@ from ._context import (
     ResidualTree,
     SavedContext,
     backward_context,
-    is_none,
     keep,
 )
 from ._jax.rule_function import batch_axis_to_front
@@ -270,7 +269,7 @@ def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], 
     if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
         pairs = zip(out_dims, outputs, strict=True)
         return [dim for dims, output in pairs for dim in _dims_of_tensors(dims, output, is_output)]
-    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
+    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None))
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -278,12 +277,11 @@ def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any])
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
         return ""  # the function itself raised the error
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError as misfit:
-        return str(misfit)
-    except ValueError:  # a function implemented in C has no signature
-        return ""
+    with contextlib.suppress(ValueError):  # a function implemented in C has no signature
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError as misfit:
+            return str(misfit)
     return ""
 
 

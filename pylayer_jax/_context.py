@@ -17,9 +17,6 @@ from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_
 from ._messages import closed_over, describe, tensors_in
 from ._trees import Skeleton, contains, split
 
-# -- outputs of `forward` -------------------------------------------------------------------------------------
-
-
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
@@ -28,15 +25,13 @@ class Outputs:
 
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
-        # `groups` has one skeleton for each cotangent that `backward` gets: one per element of a tuple or list, and one
-        # for any other result.
         self.is_sequence = isinstance(result, (tuple, list))
+        # One skeleton per cotangent of `backward`: one per element of a tuple or list, one for any other result.
         self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = types_of(arrays)
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
-        # Zeros for the cotangent of an uncommitted array may be on any device, and those of a tracer get the sharding
-        # of its type.
+        # Zeros for an uncommitted array may be on any device, and those for a tracer get the sharding of its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
@@ -58,8 +53,7 @@ class Outputs:
 
 @functools.lru_cache(maxsize=256)
 def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
-    # Make the zeros under `jax.jit`, so that each device makes only its own shard. `jax.device_put` would first compare
-    # the zeros of all processes.
+    # Under `jax.jit`, each device makes only its shard; `jax.device_put` would compare the zeros of all processes.
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)
 
 
@@ -78,8 +72,7 @@ class ContextState:
     marked: list[Any] = dataclasses.field(default_factory=list[Any])
     # (value that has to be an output, ctx method, advice)
     must_return: list[tuple[Any, str, str]] = dataclasses.field(default_factory=list[Any])
-    # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
-    # array of the output, whose derivative `backward` defines.
+    # Pairs of a saved NumPy array and its copy, which counts as the output if `forward` also returns the array.
     numpy_copies: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list[Any])
     # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that replaced it.
     returned: Sequence[tuple[Any, Any]] = ()
@@ -359,7 +352,7 @@ def positions_of_kept(
     state: ContextState, attributes: dict[str, Any], arguments: Any, outputs: Sequence[Any]
 ) -> ResidualTree:
     """Return what a `forward` on NumPy arrays kept for a `backward` in JAX, as positions in [*inputs, *outputs]."""
-    statics = [x for x in jax.tree.leaves(arguments, is_leaf=is_none) if not is_tensor(x)]
+    statics = [x for x in jax.tree.leaves(arguments, is_leaf=lambda x: x is None) if not is_tensor(x)]
     copied_from = {id(own): array for array, own in state.numpy_copies}
     known = [*state.inputs, *outputs]
 
@@ -371,7 +364,7 @@ def positions_of_kept(
         return same[0] if same[0] < len(state.inputs) else same[-1]  # the first input, or the last output
 
     for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
-        for x in jax.tree.leaves(value, is_leaf=is_none):
+        for x in jax.tree.leaves(value, is_leaf=lambda x: x is None):
             if position(x) is None and not contains(statics, x):
                 raise ValueError(
                     f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
@@ -380,10 +373,6 @@ def positions_of_kept(
                 )
     tensors, skeleton = split((state.saved, dict(attributes)), lambda x: position(x) is not None)
     return ResidualTree(skeleton, [i for x in tensors if (i := position(x)) is not None])
-
-
-def is_none(x: Any) -> bool:
-    return x is None
 
 
 def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:

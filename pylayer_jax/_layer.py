@@ -22,9 +22,6 @@ from ._layer_rule import EagerLayer, TracedCall, custom_vjp_of, ref_error
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
 
-# -- flags of a class --------------------------------------------------------------------------------------
-
-
 # The error of another value, and the values.
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "complex_convention": (ValueError, "jax", "paddle"),
@@ -110,8 +107,7 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
-        # Raise the error if JAX differentiates the inputs of `backward`. For its outputs, the error would come too
-        # late, after host code in `backward` has run.
+        # Guard the inputs of `backward`: for its outputs, the error would come after host code in it has run.
         ctx = args[first]
         state = ctx._state
         inputs = state.read_saved(), dict(vars(ctx)), args[first + 1 :]
@@ -128,10 +124,9 @@ def once_differentiable(backward: Method) -> Method:
 # -- the descriptor of `apply` ------------------------------------------------------------------------------
 #
 # NOTE [types of apply]
-# Type checkers derive the types of `apply` from `forward`, through the overloads of
-# `Apply.__get__`. The first parameter of `forward` is the context, unless a subclass defines `setup_context`. The
-# overloads distinguish the two cases by the parameters of `setup_context`: `Function.setup_context` takes any number
-# of arguments, and an override takes three.
+# Type checkers derive the types of `apply` from `forward`, by the overloads of `Apply.__get__`. Its first parameter
+# is the context, unless a subclass defines `setup_context`: that of `Function` takes any number of arguments, and an
+# override takes three.
 
 
 P = ParamSpec("P")
@@ -175,8 +170,7 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class that is made from the attributes of another class, as in unpickling, has the bound method of the other
-        # class.
+        # A class that is made from the attributes of another, as in unpickling, has the bound method of that one.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)
@@ -186,8 +180,7 @@ class Apply(classmethod):
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` reads `forward(ctx, x)` from `__wrapped__`, and shows `(x)`, because `apply` is a bound
-        # method.
+        # `inspect.signature` reads `forward(ctx, x)` from here, and shows `(x)`, because `apply` is a bound method.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)
@@ -351,8 +344,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
         if hasattr(layer, "vmap") or any(map(is_differentiated, refs)):  # JAX would not call `vmap`
             raise ref_error(call)
         if is_deferred:
-            # The error is raised when JAX differentiates the call. No code uses the values, so the compiled program
-            # does not read the Refs for this check.
+            # No code uses these values, so the compiled program does not read the Refs for this check.
             forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))
         return custom_vjp_of(layer, takes_refs=True)(traced_call, *tensors)
     lacks_custom_vjp = state.has_unknown_trace or any(map(is_unknown, tensors))

@@ -157,8 +157,7 @@ class LayerMap(LinearMap):
             ) from error
 
     def check_derivative(self) -> None:
-        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
-        # silently, in spite of @once_differentiable.
+        # A second derivative differentiates this map by its residuals, silently in spite of @once_differentiable.
         if not hasattr(self.call.layer, "jvp") and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -370,8 +369,7 @@ def _stage_forward(
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, [True] * len(inputs))
-        # Each staged input is a distinct tracer, even if the caller passed one array twice, so `id` identifies each
-        # residual.
+        # `id` identifies each residual: where the caller passed one array twice, the inputs are distinct tracers.
         known = {id(x) for x in (*inputs, *outputs)}
         intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
         values = [*outputs, *intermediates]

@@ -218,9 +218,6 @@ _RULES.update({"cond": _cond, "while": _while})
 _RULES["scan"] = lambda e, operands: _loop(e.params["jaxpr"], operands, *scan_counts(e))
 
 
-# -- the transpose ------------------------------------------------------------------------------------------
-
-
 def transpose_jaxpr(
     name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
 ) -> list[Any]:

@@ -185,8 +185,7 @@ def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
 
 Values = list[Any]
 
-# The batch axis of each value, None for a value that all examples share. `OutDims` is None if every value has its batch
-# axis in front.
+# The batch axis of each value, None for one that all examples share; or None if every batch axis is in front.
 OutDims = list[Any] | None
 
 
@@ -374,8 +373,7 @@ class LinearMap:
                 return self.evaluate_rule(*merge(nonzero, moving, primals))
 
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
-        # The derivative of a linear map with respect to its tangents is the same map, in a second equation, which
-        # reverse mode can transpose.
+        # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.
         pairs = zip(primals[n:], tangents[n:], strict=True)
         full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
