@@ -343,9 +343,6 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
     ]
 
 
-# -- one gradient or tangent ---------------------------------------------------------------------------------
-
-
 def coerce(
     value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False, batch: tuple[int, ...] | None = None
 ) -> Any:

@@ -110,8 +110,6 @@ class PyLayerContext:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # -- saving ---------------------------------------------------------------------------------
-
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
@@ -139,8 +137,6 @@ class PyLayerContext:
     def saved_tensors(self) -> tuple[Any, ...]:
         """The tuple of saved values, empty if `forward` saved nothing, as in torch."""
         return self._state.read_saved() or ()
-
-    # -- flags ----------------------------------------------------------------------------------
 
     def mark_not_inplace(self, *inputs: Any) -> None:
         """Check that each value is an input of `forward`. Code for Paddle calls this; JAX arrays never change in place.
@@ -278,8 +274,8 @@ class SavedContext:
                 index, rest = path[1:].split("]", 1)  # "[0]['w']" gives "0" and "['w']"
                 if not names[i] and (name := of_values[int(index)]) is not None:
                     names[i] = name + rest
-        others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
-        for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
+        others = [(f"ctx.{name}", tree) for name, tree in self.attributes.items()]
+        for start, tree in [*others, ("saved_for_forward", self.saved_for_jvp)]:
             for path, i in zip(tree.skeleton.tensor_paths(), tree.indices, strict=True) if tree else ():
                 names[i] = names[i] or start + path
         return names

@@ -133,9 +133,6 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
 partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
 
 
-# -- dead code -----------------------------------------------------------------------------------------
-
-
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Remove unused results, and return a mask of the operands that are read: a rule of `partial_eval.dce_rules`."""
     equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
@@ -155,9 +152,6 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 partial_eval.dce_rules[rule_function_p] = _drop_unused
-
-
-# -- checkify ------------------------------------------------------------------------------------------
 
 
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
