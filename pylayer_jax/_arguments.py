@@ -182,7 +182,7 @@ class _Declared(NamedTuple):
 
 
 def _declared(layer: Any) -> _Declared:
-    forward, known = layer._forward_with_ctx(), vars(layer).get("_declared")
+    forward, known = layer._forward_with_ctx(), vars(layer).get("_signature_of_forward")
     if known is not None and known.forward == forward:  # a class may be made from the attributes of another class
         return known
     signature = signature_of(forward)
@@ -194,8 +194,9 @@ def _declared(layer: Any) -> _Declared:
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
     rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
-    layer._declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, required)
-    return layer._declared
+    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, required)
+    layer._signature_of_forward = declared
+    return declared
 
 
 # -- gradients -------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        return self.node.num_nodes > 1 or not self.leaves or type(self.leaves[0]) is Skeleton
+        return self.node.num_nodes > 1 or not self.leaves
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """Rebuild the tree from `tensors`, in flattening order, and from `change(static)` for each static."""
