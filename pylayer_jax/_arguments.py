@@ -1,16 +1,42 @@
-"""The arguments of one call of `forward`, split into tensors (`jax.Ref`s too) and statics (all other leaves)."""
+"""The arguments of one call of `forward`, and what has to match them: the gradients that `backward` returns.
+
+Arguments are split into tensors (`jax.Ref`s too) and statics (all other leaves). Tangents of `jvp` match outputs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import sys
+import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor_or_ref, types_of
+import jax.numpy as jnp
+import numpy as np
+
+from ._context import Outputs
+from ._jax.types import (
+    as_array,
+    as_arrays,
+    has_tangent,
+    is_array,
+    is_key,
+    is_ref,
+    is_tensor,
+    is_tensor_or_ref,
+    tangent_type,
+    typeof,
+    types_of,
+    unboxed,
+    varying_axes,
+    with_varying_axes,
+    zeros_of,
+)
+from ._messages import describe, innermost, plural, source_of
 from ._trees import LEAF, Skeleton, has_changed, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -25,10 +51,6 @@ class Argument(NamedTuple):
 @dataclasses.dataclass(eq=False, slots=True)
 class Arguments:
     """The arguments of one layer call, in the order of the parameters of `forward`, without the tensors in them.
-
-        arguments, tensors = Arguments.of("Linear", [("x", x), ("params", {"w": w, "b": b})], n_positional=2)
-        arguments.names()   # ['x', 'params']
-        len(tensors)        # 3
 
     It holds no array, since it is part of a treedef, which JAX may cache.
     """
@@ -72,23 +94,18 @@ class Arguments:
 
     def slots(self) -> list[Argument]:
         """Return the arguments for which `backward` returns a gradient: those that hold a tensor other than a Ref."""
-        is_refs = self.ref_mask or [False] * len(self.types)
-        return [a for a in self.arguments if not all(is_refs[a.span])]
+        mask = self.ref_mask or [False] * len(self.types)
+        return [a for a in self.arguments if not all(mask[a.span])]
 
-    def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-        """Call `function(ctx, ...)` on the arguments; `method` is its name in error messages."""
+    def call(self, method: str, function: Callable[..., Any], tensors: Sequence[Any], *first: Any) -> Any:
+        """Call `function` on `first`, then on the arguments; `method` is its name in error messages."""
         __tracebackhide__ = True
         if self.is_plain:
-            return function(ctx, *tensors)
-        values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
-        containers = [
-            (a.name, value, split(value))
-            for a, value in zip(self.arguments, values, strict=True)
-            if a.skeleton.is_container
-        ]
-        n = self.n_positional
-        keywords = {a.name: value for a, value in zip(self.arguments[n:], values[n:], strict=True)}
-        result = function(ctx, *values[:n], **keywords)
+            return function(*first, *tensors)
+        n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
+        pairs = list(zip(self.arguments, values, strict=True))
+        containers = [(a.name, value, split(value)) for a, value in pairs if a.skeleton.is_container]
+        result = function(*first, *values[:n], **{a.name: value for a, value in pairs[n:]})
         for name, value, before in containers:
             try:
                 after = split(value)
@@ -157,27 +174,17 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
+    forward: Callable[..., Any]
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     rest: str  # the name of `*args`
     required: int  # how many positional arguments a call without keywords has to pass
 
 
-# The outer key is `forward`, or its `__func__` if it is a bound method; the inner key says whether it is bound. A
-# signature does not keep the function alive.
-_known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
-
-
 def _declared(layer: Any) -> _Declared:
-    forward = layer._forward_with_ctx()
-    function = getattr(forward, "__func__", forward)
-    is_bound = function is not forward
-    try:
-        known = _known.setdefault(function, {})
-    except TypeError:  # `function` is an object that cannot be hashed or weakly referenced
-        known = {}
-    if is_bound in known:
-        return known[is_bound]
+    forward, known = layer._forward_with_ctx(), vars(layer).get("_signature_of_forward")
+    if known is not None and known.forward == forward:  # a class may be made from the attributes of another class
+        return known
     signature = signature_of(forward)
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
@@ -187,5 +194,206 @@ def _declared(layer: Any) -> _Declared:
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
     rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
-    known[is_bound] = _Declared(signature, tuple(p.name for p in plain), rest, required)
-    return known[is_bound]
+    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, required)
+    layer._signature_of_forward = declared
+    return declared
+
+
+# -- gradients -------------------------------------------------------------------------------------------------
+
+
+def match_gradients(
+    result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any, batch: tuple[int, ...] | None = None
+) -> list[Any]:
+    """Return one gradient (or None for zero) per tensor of the call, with the dtype and shape of that tensor.
+
+    `needs` has one bool per tensor; gradients that are not needed are dropped. With a `batch`, the gradients are NumPy
+    arrays, whose first axes have these lengths.
+    """
+    gradients: list[Any] = [None] * len(needs)
+    where = f"{arguments.layer}.backward, gradient of "
+    try:
+        for argument, entry in _pair(result, arguments, needs, layer._torch_convention):
+            skeleton = argument.skeleton
+            if not any(needs[argument.span]):
+                continue
+            found = [entry] if skeleton is LEAF else _flatten_like(skeleton, entry, f"{where}{argument.name!r}")
+            for i, leaf in zip(range(len(needs))[argument.span], found, strict=True):
+                if needs[i]:
+                    gradients[i] = coerce(
+                        leaf, arguments.types[i], lambda i=i: f"{where}{arguments.tensor_names()[i]!r}", True, batch
+                    )
+    except ValueError as error:
+        error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
+        raise
+    if result is None and any(needs):
+        text = (
+            f"{arguments.layer}.backward returned None, although a gradient is needed; it counts as zero. Did you "
+            "forget return? Return (None,) if zero is meant."
+        )
+        _warn_once(layer, text, "backward")
+    return gradients
+
+
+def _entries(result: Any, unpack_list: bool) -> list[Any]:
+    return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
+
+
+def _pair(
+    result: Any, arguments: Arguments, needs: Sequence[bool], torch_convention: bool
+) -> list[tuple[Argument, Any]]:
+    """Pair each argument that holds a tensor (a *slot*) with its entry in the result of `backward`.
+
+    | convention | entries of the result                                                                           |
+    |------------|-------------------------------------------------------------------------------------------------|
+    | Paddle     | one per slot; those at the end whose gradients are not needed may be left out                   |
+    | Paddle     | or one per argument of the call                                                                 |
+    | torch      | one per argument of the call, and any number of Nones after them                                |
+    """
+    slots, passed = arguments.slots(), arguments.arguments
+    # A list has one entry per item, as a tuple has, but is one gradient in the torch convention, or for a single slot.
+    entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
+    if torch_convention:
+        while len(entries) > len(passed) and entries[-1] is None:
+            entries.pop()
+    elif len(entries) <= len(slots) and not any(any(needs[slot.span]) for slot in slots[len(entries) :]):
+        return list(zip(slots, entries, strict=False))
+    if (count := len(entries)) != len(passed):
+        of_all, kind = arguments.names(), "argument" if torch_convention else "tensor argument"
+        names = of_all if torch_convention else [a.name for a in slots]
+        problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
+        or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
+        raise ValueError(
+            f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
+            f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
+        )
+    pairs = list(zip(passed, entries, strict=True))
+    for argument, entry in pairs:
+        is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
+        if entry is not None and not argument.skeleton.size and not is_number:
+            raise ValueError(
+                f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
+                "which holds no tensor. Return None in its place."
+            )
+    return [(argument, entry) for argument, entry in pairs if argument.skeleton.size]
+
+
+def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
+    try:
+        return skeleton.flatten_up_to(entry)
+    except ValueError as error:
+        raise ValueError(f"{where}: expected its structure, or None for zero; got {describe(entry)}. {error}") from None
+
+
+_warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
+    if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
+        return
+    needed = arguments.needs(needs)
+    if not layer._has_backward() or not any(needed):
+        return
+    names = ", ".join(name for name, need in zip(arguments.names(), needed, strict=True) if need)
+    dtypes = ", ".join(dict.fromkeys(str(t.dtype) for t in outputs.types))
+    text = (
+        f"{arguments.layer} is differentiated with respect to {names}, but all outputs of forward have dtype {dtypes}, "
+        "which carries no gradient: the gradient is zero, and backward is never called. Return floating-point outputs; "
+        "or mark these with ctx.mark_non_differentiable, if no gradient is meant."
+    )
+    _warn_once(layer, text, "forward")
+
+
+def _warn_once(layer: Any, text: str, method: str) -> None:
+    """Warn once per class and method, at the line of the method."""
+    code = getattr(innermost(getattr(layer, method)), "__code__", None)  # None if the method is implemented in C
+    place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
+    with _lock:
+        methods = _warned.setdefault(layer, set())
+        if method not in methods:
+            warnings.warn_explicit(text, UserWarning, *place)  # raises at each call if warnings are errors
+            methods.add(method)
+
+
+def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
+    """Return one pytree of tangents per argument for `jvp`, or None for an argument without tensors."""
+    full = [
+        zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and materialize else as_array(t, a)
+        for t, a in zip(tangents, arguments.types, strict=True)
+    ]
+    return arguments.per_argument(full)
+
+
+def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
+    """Return one tangent (or None for zero) per differentiable output, with its shape and dtype."""
+    entries = _entries(result, unpack_list=outputs.is_sequence)
+    if len(entries) != len(outputs.groups):
+        raise ValueError(
+            f"{layer}.jvp returned {len(entries)} tangents; expected {len(outputs.groups)}, one per output of forward. "
+            "Return None for an output that has none."
+        )
+    found: list[Any] = []
+    for i, (group, entry) in enumerate(zip(outputs.groups, entries, strict=True)):
+        found += _flatten_like(group, entry, f"{layer}.jvp, tangent of output {i}")
+    rows = zip(found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True)
+    return [
+        coerce(tangent, tangent_type(aval), lambda path=path: f"{layer}.jvp, tangent of output{path}")
+        for tangent, aval, path, can_have_one in rows
+        if can_have_one
+    ]
+
+
+def coerce(
+    value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False, batch: tuple[int, ...] | None = None
+) -> Any:
+    """Return `value` with the dtype, the shape and the varying mesh axes of `aval`, or None for None.
+
+    With a `batch`, return a NumPy array: on the host, JAX must not compute.
+
+    A gradient of a shape to which `aval.shape` broadcasts is summed, as in torch. Every other shape is refused, even if
+    it differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide that `backward` returned the
+    gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
+    """
+    value = unboxed(value)
+    if value is None:
+        return None
+    if not is_tensor(value) or is_key(value):
+        raise ValueError(
+            f"{where()}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for zero; got "
+            f"{describe(value)}."
+        )
+    value = as_arrays([value])[0] if batch is None else np.asarray(value)
+    if batch is None and typeof(value) == aval:
+        return value
+    n, expected = len(batch or ()), (*(batch or ()), *aval.shape)
+    if value.shape != expected:
+        # np.broadcast_shapes refuses the symbolic dimensions of jax.export.
+        ends = zip(reversed(aval.shape), reversed(value.shape), strict=False)
+        broadcasts = value.ndim >= len(expected) and all(a == b or a == 1 for a, b in ends)
+        if not (is_gradient and broadcasts and value.shape[:n] == expected[:n]):
+            summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
+            advice = ""
+            if [k for k in expected if k != 1] == [k for k in value.shape if k != 1]:
+                advice = f" They differ in axes of length 1 only: return g.reshape({expected})"
+                advice += ", unless backward returns its gradients in another order than that of the arguments."
+            raise ValueError(f"{where()}: expected shape {expected}{summed}, got {tuple(value.shape)}.{advice}")
+        extra = value.ndim - len(aval.shape)
+        stretched = [axis for axis, k in enumerate(aval.shape, extra) if k == 1 and value.shape[axis] != 1]
+        value = value.sum(axis=(*range(n, extra), *stretched)).reshape(expected)
+    if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"{where()}: expected a real array of dtype {aval.dtype}, got dtype {value.dtype}. Return its real part: "
+            "jnp.real(...)."
+        )
+    value = value if value.dtype == aval.dtype else value.astype(aval.dtype)
+    if batch is not None:
+        return value
+    if extra := sorted(map(str, varying_axes(typeof(value)) - varying_axes(aval))):
+        axes = repr(extra[0]) if len(extra) == 1 else repr(tuple(extra))
+        raise ValueError(
+            f"{where()}: expected a value that is the same on all devices of the mesh axis {', '.join(extra)}, but it "
+            f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {axes}); or make "
+            f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
+        )
+    return with_varying_axes(value, aval)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _host_layer
-from ._arguments import Arguments
+from ._arguments import Arguments, argument_tangents, match_gradients, match_tangents
 from ._context import (
     ContextState,
     ForwardResult,
@@ -22,10 +22,8 @@ from ._context import (
     ResidualTree,
     SavedContext,
     backward_context,
-    is_none,
     keep,
 )
-from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array, is_tensor
@@ -135,7 +133,7 @@ class LayerCall:
             with scope:
                 if self.layer.host:
                     return ctx, _host_layer.run_forward(self, ctx, tensors)
-                return ctx, self.arguments.call("forward", self.layer._forward_with_ctx(), ctx, tensors)
+                return ctx, self.arguments.call("forward", self.layer._forward_with_ctx(), tensors, ctx)
         except Exception as error:
             add_note(error, self.name, "forward")
             raise
@@ -206,11 +204,10 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        jvp = self.layer._jvp_method()
         ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
-            result = jvp(ctx, *given)
+            result = self.layer.jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(
@@ -228,15 +225,11 @@ class LayerCall:
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any], expected: Outputs) -> list[Any]:
         """Run `vmap`. Return its outputs in the order of `expected`, with the batch axis in front."""
-        arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
-
-        def vmap(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
-
+        first = VmapInfo(axis.size, "error"), tuple(self.arguments.per_argument(dims))
         with noting(self.name, "vmap"), self.scope("vmap", is_staging()):
             if self.layer.host:
-                return _host_layer.run_vmap(self, axis, vmap, tensors)
-            result = arguments.call("vmap", vmap, None, tensors)
+                return _host_layer.run_vmap(self, axis, tensors, *first)
+            result = self.arguments.call("vmap", self.layer.vmap, tensors, *first)
         skeleton, values = self.split_batch(axis, result, is_tensor, functools.partial(batch_axis_to_front, axis))
         value_at = dict(zip(skeleton.tensor_paths(), values, strict=True))
         found = {path: f"{x.dtype}{list(x.shape)}" for path, x in value_at.items()}
@@ -276,7 +269,7 @@ def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], 
     if isinstance(out_dims, (tuple, list)) and type(outputs) is type(out_dims) and len(outputs) == len(out_dims):
         pairs = zip(out_dims, outputs, strict=True)
         return [dim for dims, output in pairs for dim in _dims_of_tensors(dims, output, is_output)]
-    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=is_none))
+    return skeleton.flatten_up_to(jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None))
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -284,12 +277,11 @@ def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any])
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
         return ""  # the function itself raised the error
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError as misfit:
-        return str(misfit)
-    except ValueError:  # a function implemented in C has no signature
-        return ""
+    with contextlib.suppress(ValueError):  # a function implemented in C has no signature
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError as misfit:
+            return str(misfit)
     return ""
 
 

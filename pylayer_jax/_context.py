@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,10 +15,7 @@ import numpy as np
 from ._jax.traces import current_trace, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
 from ._messages import closed_over, describe, tensors_in
-from ._trees import LEAF, Skeleton, contains, split
-
-# -- outputs of `forward` -------------------------------------------------------------------------------------
-
+from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -28,34 +25,14 @@ class Outputs:
 
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
-        # `groups` has one skeleton for each cotangent that `backward` gets: one per element of a tuple or list, and one
-        # for any other result.
         self.is_sequence = isinstance(result, (tuple, list))
-        if skeleton is LEAF:
-            self.groups = [LEAF]
-        else:
-            self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
+        # One skeleton per cotangent of `backward`: one per element of a tuple or list, one for any other result.
+        self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = types_of(arrays)
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
-        # Zeros for the cotangent of an uncommitted array may be on any device, and those of a tracer get the sharding
-        # of its type.
+        # Zeros for an uncommitted array may be on any device, and those for a tracer get the sharding of its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
-
-    @staticmethod
-    def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        tensors, skeleton = split(result)
-        if not tensors:
-            raise ValueError(
-                f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
-            )
-        if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
-            raise ValueError(
-                f"{layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
-                "Ref that it passed; for any other Ref, return its value: ref[...]."
-            )
-        return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """Return one cotangent for `backward` per top-level output; without a tensor, None or no entry."""
@@ -76,8 +53,7 @@ class Outputs:
 
 @functools.lru_cache(maxsize=256)
 def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
-    # Make the zeros under `jax.jit`, so that each device makes only its own shard. `jax.device_put` would first compare
-    # the zeros of all processes.
+    # Under `jax.jit`, each device makes only its shard; `jax.device_put` would compare the zeros of all processes.
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)
 
 
@@ -96,16 +72,10 @@ class ContextState:
     marked: list[Any] = dataclasses.field(default_factory=list[Any])
     # (value that has to be an output, ctx method, advice)
     must_return: list[tuple[Any, str, str]] = dataclasses.field(default_factory=list[Any])
-    # Pairs of a saved NumPy array and its copy. If `forward` also returns the array, the residual has to be the JAX
-    # array of the output, whose derivative `backward` defines.
+    # Pairs of a saved NumPy array and its copy, which counts as the output if `forward` also returns the array.
     numpy_copies: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list[Any])
-    # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that `setup_context` gets as
-    # `output`. If `setup_context` saves the NumPy value, the JAX array is saved in its place.
+    # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that replaced it.
     returned: Sequence[tuple[Any, Any]] = ()
-
-    def as_output(self, value: Any) -> Any:
-        """Return the JAX array that replaced a NumPy output of `forward`, or any other value itself."""
-        return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
         if self.load is not None:
@@ -134,22 +104,11 @@ class PyLayerContext:
         object.__setattr__(self, "_state", state)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name):
-            raise AttributeError(
-                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. Choose "
-                "another name, or keep tensors with ctx.save_for_backward(...)."
-            )
         object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
 
-    def __getattr__(self, name: str) -> Any:
-        state, known = self._state, getattr(type(self), name, None)
-        if isinstance(known, property):  # the property raised an AttributeError: raise the same error again
-            return known.__get__(self)
-        raise AttributeError(
-            f"ctx.{name} does not exist: forward of {state.layer} set {sorted(vars(self)) or 'no attribute'}."
-        )
+    if TYPE_CHECKING:
 
-    # -- saving ---------------------------------------------------------------------------------
+        def __getattr__(self, name: str) -> Any: ...
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
@@ -179,8 +138,6 @@ class PyLayerContext:
         """The tuple of saved values, empty if `forward` saved nothing, as in torch."""
         return self._state.read_saved() or ()
 
-    # -- flags ----------------------------------------------------------------------------------
-
     def mark_not_inplace(self, *inputs: Any) -> None:
         """Check that each value is an input of `forward`. Code for Paddle calls this; JAX arrays never change in place.
 
@@ -206,10 +163,9 @@ class PyLayerContext:
             ValueError: when `forward` returns, for a marked value that is not an output of `forward`.
         """
         state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
-        for leaf in [x for value in outputs for x in (split(value)[0] or [value])]:
-            output = state.as_output(leaf)
-            state.marked.append(output)
-            state.must_return.append((output, "mark_non_differentiable", advice))
+        marked = [x for value in outputs for x in (split(value)[0] or [value])]
+        state.marked += marked
+        state.must_return += [(x, "mark_non_differentiable", advice) for x in marked]
 
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
@@ -256,15 +212,13 @@ def backward_context(
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` as the context keeps it: NumPy arrays are copied, or replaced by JAX outputs."""
-    if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
+    if is_array(value) or isinstance(value, (int, float, str, type(None))):
         return value
-    leaves, rest = split(value, lambda x: isinstance(x, np.ndarray) or is_ref(x) or state.as_output(x) is not x)
+    leaves, rest = split(value, lambda x: isinstance(x, np.ndarray) or is_ref(x))
     if not leaves:
         return value  # the user's own container, since nothing in it has to be copied
     for i, leaf in enumerate(leaves):
-        if (output := state.as_output(leaf)) is not leaf:
-            leaves[i] = output
-        elif not is_ref(leaf):
+        if not is_ref(leaf):
             leaves[i] = leaf.copy()
             state.numpy_copies.append((leaf, leaves[i]))
         elif not contains(state.inputs, leaf):
@@ -320,8 +274,8 @@ class SavedContext:
                 index, rest = path[1:].split("]", 1)  # "[0]['w']" gives "0" and "['w']"
                 if not names[i] and (name := of_values[int(index)]) is not None:
                     names[i] = name + rest
-        others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
-        for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
+        others = [(f"ctx.{name}", tree) for name, tree in self.attributes.items()]
+        for start, tree in [*others, ("saved_for_forward", self.saved_for_jvp)]:
             for path, i in zip(tree.skeleton.tensor_paths(), tree.indices, strict=True) if tree else ():
                 names[i] = names[i] or start + path
         return names
@@ -335,12 +289,23 @@ class ForwardResult(NamedTuple):
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     state = ctx._state
-    tensors, arrays, skeleton = Outputs.split(state.layer, result)
+    tensors, skeleton = split(result)
+    if not tensors:
+        raise ValueError(
+            f"{state.layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
+            "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
+        )
+    if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
+        raise ValueError(
+            f"{state.layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
+            "Ref that it passed; for any other Ref, return its value: ref[...]."
+        )
+    arrays = as_arrays(tensors)
     if state.must_return:
         check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
     # From the id of a NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output.
-    output_of = {id(x): y for x, y in zip(tensors, arrays, strict=True) if x is not y}
+    output_of = {id(x): y for x, y in [*zip(tensors, arrays, strict=True), *state.returned] if x is not y}
     for array, own in state.numpy_copies if output_of else ():
         # `forward` may have changed the array in place after the copy was made.
         if id(array) in output_of and array.tobytes() == own.tobytes():
@@ -371,7 +336,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     n_saved = len(residuals)
     attributes = {name: add(value, f"ctx.{name}") for name, value in vars(ctx).items()}
     saved_for_jvp = None
-    if state.saved_for_jvp is not None and layer._jvp_method() is not None:
+    if state.saved_for_jvp is not None and hasattr(layer, "jvp"):
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
     counts = len(state.saved or ()), n_saved, len(residuals)
@@ -383,7 +348,7 @@ def positions_of_kept(
     state: ContextState, attributes: dict[str, Any], arguments: Any, outputs: Sequence[Any]
 ) -> ResidualTree:
     """Return what a `forward` on NumPy arrays kept for a `backward` in JAX, as positions in [*inputs, *outputs]."""
-    statics = [x for x in jax.tree.leaves(arguments, is_leaf=is_none) if not is_tensor(x)]
+    statics = [x for x in jax.tree.leaves(arguments, is_leaf=lambda x: x is None) if not is_tensor(x)]
     copied_from = {id(own): array for array, own in state.numpy_copies}
     known = [*state.inputs, *outputs]
 
@@ -395,7 +360,7 @@ def positions_of_kept(
         return same[0] if same[0] < len(state.inputs) else same[-1]  # the first input, or the last output
 
     for name, value in {"save_for_backward": state.saved or (), **attributes}.items():
-        for x in jax.tree.leaves(value, is_leaf=is_none):
+        for x in jax.tree.leaves(value, is_leaf=lambda x: x is None):
             if position(x) is None and not contains(statics, x):
                 raise ValueError(
                     f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
@@ -404,10 +369,6 @@ def positions_of_kept(
                 )
     tensors, skeleton = split((state.saved, dict(attributes)), lambda x: position(x) is not None)
     return ResidualTree(skeleton, [i for x in tensors if (i := position(x)) is not None])
-
-
-def is_none(x: Any) -> bool:
-    return x is None
 
 
 def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:

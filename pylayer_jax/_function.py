@@ -57,16 +57,14 @@ class FunctionCtx(PyLayerContext):
             "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
         )
         state = self._state_in_forward("mark_dirty")
-        state.must_return.extend((state.as_output(x), "mark_dirty", advice) for x in tensors)
+        state.must_return.extend((x, "mark_dirty", advice) for x in tensors)
 
     def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
         for i, value in enumerate(values):
             if value is not None and not is_tensor(value):
-                is_box = hasattr(type(value), "__jax_array__")
-                advice = "Save its array: param[...]" if is_box else "Keep it as an attribute: ctx.name = value"
                 raise TypeError(
                     f"ctx.{call} in {self._state.layer}: expected tensors or None, but argument {i} is "
-                    f"{describe(value)}. {advice}."
+                    f"{describe(value)}. Keep it as an attribute: ctx.name = value."
                 )
 
 

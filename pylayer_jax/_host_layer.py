@@ -29,30 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._context import (
-    ContextState,
-    ResidualTree,
-    backward_context,
-    check_returned,
-    copy_container,
-    positions_of_kept,
-)
-from ._gradients import coerce, match_gradients
+from ._arguments import coerce, match_gradients
+from ._context import ContextState, ResidualTree, backward_context, check_returned, copy_container, positions_of_kept
 from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
-from ._jax.rule_function import merge, scatter, select
+from ._jax.rule_function import scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
 from ._jax.transparency import forbid_derivative
-from ._jax.types import (
-    as_arrays,
-    has_tangent,
-    is_key,
-    is_set,
-    is_tensor,
-    typeof,
-    varying_axes,
-    varying_over,
-    with_varying_axes,
-)
+from ._jax.types import as_arrays, has_tangent, is_key, is_set, is_tensor, typeof, varying_axes, varying_over
 from ._messages import describe, once_differentiable_error
 from ._trees import Skeleton, contains, split
 
@@ -90,15 +73,12 @@ class _Run(NamedTuple):
     def values_of(self, run: _Run, batch: tuple[int, ...]) -> list[np.ndarray]:
         """Return the arrays of a run in the dtypes of this example. The run may differ in their contents only."""
         rows = [*zip(self.arrays, run.arrays, self.marked, run.marked, strict=False)]
-        try:
-            fits = self.structure() == run.structure() and all(
-                y.shape == (*batch, *t.shape)
-                and (y.dtype == t.dtype or np.can_cast(y.dtype, t.dtype, "same_kind"))
-                and (is_marked == expected or not has_tangent(t))
-                for t, y, expected, is_marked in rows
-            )
-        except Exception:  # a static among the outputs cannot be compared
-            fits = False
+        fits = self.structure() == run.structure() and all(
+            y.shape == (*batch, *t.shape)
+            and (y.dtype == t.dtype or np.can_cast(y.dtype, t.dtype, "same_kind"))
+            and (is_marked == expected or not has_tangent(t))
+            for t, y, expected, is_marked in rows
+        )
         if not fits:
             raise ValueError(
                 f"this run returned {run.shown()}; expected {self.shown(batch)}, as on example arrays or in "
@@ -143,7 +123,7 @@ class _Place(HeldObjects):
         state = ContextState(call.name, lambda: self.needs, own)
         ctx = call.layer._context(state)
         with _refusing_tracers(call, "forward"):
-            result = call.arguments.call("forward", call.layer._forward_with_ctx(), ctx, own)
+            result = call.arguments.call("forward", call.layer._forward_with_ctx(), own, ctx)
         state.in_forward = False
         outputs, skeleton = split(result, _is_output)
         check_returned(state, outputs)
@@ -151,7 +131,7 @@ class _Place(HeldObjects):
         if call.layer.host is True:
             kept = split((state.saved, dict(vars(ctx))), lambda x: isinstance(x, np.ndarray))
         else:
-            arguments = call.arguments.call("forward", lambda _, *args, **kwargs: (args, kwargs), None, own)
+            arguments = call.arguments.call("forward", lambda *args, **kwargs: (args, kwargs), own)
             kept = positions_of_kept(state, vars(ctx), arguments, outputs)
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
@@ -232,7 +212,7 @@ def _make_example(place: _Place) -> _Run:
     call = place.call
     if hasattr(call.layer, "result_types"):
         structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in call.arguments.types]
-        result = _call_static(call, "result_types", structs)
+        result = call.arguments.call("result_types", call.layer.result_types, structs)
         leaves, skeleton = split(result, lambda x: isinstance(x, jax.ShapeDtypeStruct) or _is_output(x))
         types = [np.asarray(x) if _is_output(x) else x for x in leaves]
         return _Run(skeleton, types, [False] * len(types), True, None).example()
@@ -254,11 +234,6 @@ def _make_example(place: _Place) -> _Run:
         raise
 
 
-def _call_static(call: LayerCall, method: str, tensors: Sequence[Any]) -> Any:
-    function = getattr(call.layer, method)
-    return call.arguments.call(method, lambda _, *args, **kwargs: function(*args, **kwargs), None, tensors)
-
-
 def _example_arrays(call: LayerCall) -> list[np.ndarray]:
     """Return random numbers from 0 to 1 (zeros for integers), or the result of the method `example`."""
     # Code that takes a logarithm, or distances in a graph, fails or never ends on negative numbers.
@@ -268,7 +243,7 @@ def _example_arrays(call: LayerCall) -> list[np.ndarray]:
         arrays.append(np.asarray((rng.random(t.shape) + imaginary) * has_tangent(t)).astype(t.dtype))
     if not hasattr(call.layer, "example"):
         return arrays
-    result = _call_static(call, "example", arrays)
+    result = call.arguments.call("example", call.layer.example, arrays)
     try:
         found = match_gradients(result, call.arguments, [True] * len(arrays), call.layer, ())
     except ValueError as error:
@@ -329,7 +304,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         if name := f"{call.layer.__name__}.saved[0]" if names is True else next(filter(None, names), None):
             values = [checkpoint_name(x, name) for x in values] if is_held else values
             number = checkpoint_name(number, name)
-        number = with_varying_axes(number, typeof(device)) if is_held else number
+        number = varying_over(varying_axes(typeof(device)), number) if is_held else number
         # As a key, the number is no tensor that hooks get. tests: test_hooks_do_not_get_the_number_of_a_run
         number = jax.random.wrap_key_data(number, impl="threefry2x32")
     else:
@@ -369,19 +344,18 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     if any(map(is_tracer, [ctx.number, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
-        perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
-        fixed = forbid_derivative(select(tensors, perturbed), lambda: once_differentiable_error(call.layer))
+        fixed = forbid_derivative(tensors, lambda: once_differentiable_error(call.layer))
         types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
         is_eager = isinstance(ctx.number, tuple)
         number = np.asarray(ctx.number, np.uint32) if is_eager else jax.random.key_data(ctx.number)
-        values, _ = _bind(call, "backward", run, types, merge(perturbed, fixed, tensors), [number])
+        values, _ = _bind(call, "backward", run, types, fixed, [number])
     else:
         values = as_arrays(run(np.array(0), np.array(ctx.number, np.uint32), *map(np.asarray, tensors)))
     rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
 
-def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) -> list[Any]:
     example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
 
     def to_front(x: Any, dim: int | None) -> np.ndarray:
@@ -389,7 +363,7 @@ def run_vmap(call: LayerCall, axis: Any, vmap: Callable[..., Any], tensors: Sequ
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         with _refusing_tracers(call, "vmap"):
-            result = call.arguments.call("vmap", vmap, None, [np.array(x) for x in arrays])
+            result = call.arguments.call("vmap", call.layer.vmap, [np.array(x) for x in arrays], *first)
         skeleton, batch = call.split_batch(axis, result, _is_output, to_front)
         return example.values_of(example._replace(skeleton=skeleton, arrays=batch), (axis.size,))
 

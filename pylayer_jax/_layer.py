@@ -15,17 +15,12 @@ from . import _hooks
 from ._arguments import bind, call_of_apply
 from ._call import LayerCall, in_backward
 from ._context import PyLayerContext, backward_context
-from ._custom_vjp import TracedCall, custom_vjp_of, ref_error
-from ._jax.rule_function import apply, merge, select
+from ._jax.rule_function import apply, select
 from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
 from ._jax.transparency import forbid_derivative
-from ._jax.types import has_tangent
-from ._layer_rule import EagerLayer
+from ._layer_rule import EagerLayer, TracedCall, custom_vjp_of, ref_error
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
-
-# -- flags of a class --------------------------------------------------------------------------------------
-
 
 # The error of another value, and the values.
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
@@ -52,7 +47,7 @@ def check_declarations(layer: Any) -> None:
         found = getattr(layer, flag)
         if not any(found is x or (isinstance(found, str) and found == x) for x in values):
             raise error(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
-    if layer.host and (layer.forward_mode or layer._jvp_method() is not None):
+    if layer.host and (layer.forward_mode or hasattr(layer, "jvp")):
         given = "forward_mode = True" if layer.forward_mode else "a jvp method"
         raise TypeError(
             f"{name} has {given} and host = {layer.host!r}, but a layer of NumPy has no forward mode. Remove {given}, "
@@ -112,16 +107,12 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
-        # Raise the error if JAX differentiates the inputs of `backward`. For its outputs, the error would come too
-        # late, after host code in `backward` has run.
+        # Guard the inputs of `backward`: for its outputs, the error would come after host code in it has run.
         ctx = args[first]
         state = ctx._state
         inputs = state.read_saved(), dict(vars(ctx)), args[first + 1 :]
         tensors, skeleton = split(inputs)
-        perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
-        if fixed := forbid_derivative(select(tensors, perturbed), second_derivative_error):
-            inputs = skeleton.fill(merge(perturbed, fixed, tensors))
-        saved, attributes, cotangents = inputs
+        saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
         ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
@@ -133,10 +124,9 @@ def once_differentiable(backward: Method) -> Method:
 # -- the descriptor of `apply` ------------------------------------------------------------------------------
 #
 # NOTE [types of apply]
-# Type checkers derive the types of `apply` from `forward`, through the overloads of
-# `Apply.__get__`. The first parameter of `forward` is the context, unless a subclass defines `setup_context`. The
-# overloads distinguish the two cases by the parameters of `setup_context`: `Function.setup_context` takes any number
-# of arguments, and an override takes three.
+# Type checkers derive the types of `apply` from `forward`, by the overloads of `Apply.__get__`. Its first parameter
+# is the context, unless a subclass defines `setup_context`: that of `Function` takes any number of arguments, and an
+# override takes three.
 
 
 P = ParamSpec("P")
@@ -180,8 +170,7 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class that is made from the attributes of another class, as in unpickling, has the bound method of the other
-        # class.
+        # A class that is made from the attributes of another, as in unpickling, has the bound method of that one.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)
@@ -191,8 +180,7 @@ class Apply(classmethod):
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` reads `forward(ctx, x)` from `__wrapped__`, and shows `(x)`, because `apply` is a bound
-        # method.
+        # `inspect.signature` reads `forward(ctx, x)` from here, and shows `(x)`, because `apply` is a bound method.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)
@@ -284,10 +272,6 @@ class PyLayer:
     def _has_backward(cls) -> bool:
         return cls.backward is not PyLayer.backward
 
-    @classmethod
-    def _jvp_method(cls) -> Callable[..., Any] | None:
-        return getattr(cls, "jvp", None)
-
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs, and keep on `ctx` the values that `backward` needs."""
@@ -351,7 +335,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = bool(call.arguments.ref_mask)
-    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
+    has_forward_mode = layer.forward_mode or hasattr(layer, "jvp") or in_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)
@@ -360,8 +344,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
         if hasattr(layer, "vmap") or any(map(is_differentiated, refs)):  # JAX would not call `vmap`
             raise ref_error(call)
         if is_deferred:
-            # The error is raised when JAX differentiates the call. No code uses the values, so the compiled program
-            # does not read the Refs for this check.
+            # No code uses these values, so the compiled program does not read the Refs for this check.
             forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))
         return custom_vjp_of(layer, takes_refs=True)(traced_call, *tensors)
     lacks_custom_vjp = state.has_unknown_trace or any(map(is_unknown, tensors))

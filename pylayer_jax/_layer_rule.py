@@ -4,7 +4,7 @@ NOTE [orders]
 For a second derivative, JAX differentiates the body of the fwd rule of a `jax.custom_vjp` function. Here, this body
 applies a `RuleFunction` (`_jax/rule_function.py`), so that the second derivative uses the layer's rule again:
 
-    custom_vjp function(traced_call, x)           one jax.custom_vjp function per class, in `_custom_vjp.py`
+    custom_vjp function(traced_call, x)           one jax.custom_vjp function per class, at the end
       fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr; `ctx` records what it saves
             residuals = entries of [x, y, intermediates]
       bwd   `backward`, from the residuals and the cotangents
@@ -25,17 +25,28 @@ not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls tha
 from __future__ import annotations
 
 import copy
-import dataclasses
+import inspect
+import types
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 
 from . import _hooks
+from ._arguments import warn_of_integer_outputs
 from ._call import LayerCall
 from ._context import ForwardResult, Outputs, SavedContext
-from ._gradients import warn_of_integer_outputs
-from ._jax.jaxprs import dependence, equations_to, evaluate_part, is_literal, stage, with_checkpoint_names
+from ._jax.jaxprs import (
+    dependence,
+    equations_to,
+    evaluate_jaxpr,
+    evaluate_part,
+    is_literal,
+    stage,
+    with_checkpoint_names,
+)
 from ._jax.linearity import transpose_jaxpr
 from ._jax.rule_function import (
     LinearMap,
@@ -44,6 +55,7 @@ from ._jax.rule_function import (
     Values,
     apply,
     apply_linear,
+    as_batched_as,
     merge,
     scatter,
     select,
@@ -51,15 +63,30 @@ from ._jax.rule_function import (
 )
 from ._jax.traces import (
     NEEDS_VALUES,
+    DebugInfo,
+    SymbolicZero,
     checkpoint_name,
+    is_batched,
     is_differentiated,
     is_tracer,
     partial_eval,
     set_current_trace,
     trace_of_primals,
 )
-from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, varying_axes, varying_over, zeros_of
-from ._messages import NotLinearError, noting, once_differentiable_error
+from ._jax.transparency import forbid_derivative
+from ._jax.types import (
+    as_arrays,
+    explicit_sharding,
+    has_tangent,
+    is_ref,
+    tangent_type,
+    typeof,
+    types_of,
+    varying_axes,
+    varying_over,
+    zeros_of,
+)
+from ._messages import NotLinearError, closed_over, noting, once_differentiable_error, source_of, tensors_in
 from ._trees import contains
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -78,8 +105,6 @@ class LayerMap(LinearMap):
     a `jvp`, or a linear `backward`.
     """
 
-    nonlinearity = "a layer whose saved tensors depend on them"
-
     def __init__(
         self, call: LayerCall, kept: SavedContext, n_residuals: int, needs: Sequence[bool], packed: Any = None
     ) -> None:
@@ -95,7 +120,7 @@ class LayerMap(LinearMap):
         return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        if self.call.layer._jvp_method() is not None:
+        if hasattr(self.call.layer, "jvp"):
             residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
             pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
         else:
@@ -132,9 +157,8 @@ class LayerMap(LinearMap):
             ) from error
 
     def check_derivative(self) -> None:
-        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
-        # silently, in spite of @once_differentiable.
-        if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
+        # A second derivative differentiates this map by its residuals, silently in spite of @once_differentiable.
+        if not hasattr(self.call.layer, "jvp") and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
     def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
@@ -152,8 +176,6 @@ class CodeMap(LinearMap):
     It gives the tangents of saved intermediates of `forward`. The residuals are the values of all `sources`. `evaluate`
     calls `jax.jvp`, and `transpose` calls `jax.vjp`, so that code which supports only one of the two modes works in it.
     """
-
-    nonlinearity = "the code of a forward whose values depend on them"
 
     def __init__(self, name: str, jaxpr: Any, sources: list[Any], perturbed: list[bool], targets: list[Any]) -> None:
         self.name, self.jaxpr, self.sources, self.targets = name, jaxpr, sources, targets
@@ -193,8 +215,7 @@ class StagedLayer(_hooks.LayerFunction):
         self._unnamed = unnamed  # without `checkpoint_name` for `saved_names`
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        # The original of a copy that `packing` made.
-        self.without_packing: StagedLayer | None = None
+        self.without_packing: StagedLayer | None = None  # the original of a copy that `packing` made
         self.n_outputs = len(kept.outputs.types)
         # `with_rule` has the indices of the outputs from which intermediates are computed. An output that is also an
         # input is left out: for the intermediates, it has the tangent of the input.
@@ -242,9 +263,8 @@ class StagedLayer(_hooks.LayerFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Pack only in a copy that `packing` made, and not in eager forward mode, which keeps no residuals."""
-        if self.without_packing is None:
-            return self.differentiate(primals, tangents, packs=False)
-        return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
+        packs = self.without_packing is not None and _hooks.keeps_residuals(tangents)
+        return (self.without_packing or self).differentiate(primals, tangents, packs)
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Return the results and their tangents. If `packs`, the hooks around the call pack saved tensors."""
@@ -292,15 +312,8 @@ class StagedLayer(_hooks.LayerFunction):
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
 
             in_axes = tuple(self._of_sources(dims, [0] * len(outputs)))
-            try:
+            with noting(self.name, "forward"):  # JAX batches its code: `vmap` returns the outputs alone
                 found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
-            except Exception as error:
-                error.add_note(
-                    f"JAX batches the code of {self.name}.forward that computes saved intermediates: vmap returns "
-                    "outputs alone. Where JAX cannot batch it, return what backward needs as one more output, and mark "
-                    "it with ctx.mark_non_differentiable if it has no gradient."
-                )
-                raise
             return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
@@ -339,7 +352,7 @@ def stage_layer(
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
-            kept = dataclasses.replace(kept, has_names=True)
+            kept.has_names = True
     return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
 
 
@@ -356,8 +369,7 @@ def _stage_forward(
         if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, [True] * len(inputs))
-        # Each staged input is a distinct tracer, even if the caller passed one array twice, so `id` identifies each
-        # residual.
+        # `id` identifies each residual: where the caller passed one array twice, the inputs are distinct tracers.
         known = {id(x) for x in (*inputs, *outputs)}
         intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
         values = [*outputs, *intermediates]
@@ -445,15 +457,173 @@ def linearize(
         residuals = [*arrays, *_hooks.held(residuals[n:])]
         owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
-        names, unnamed = call.checkpoint_names(kept), residuals
-        residuals = list(unnamed)
-        for i, owner in enumerate(owners):
-            x = unnamed[i]
+        names, named = call.checkpoint_names(kept), dict[int, Any]()
+        for x, owner in zip(residuals, owners, strict=False):
             # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
             is_named = kept.has_names and packed is None and not contains(inputs, x)
             if names[owner] and not is_named and is_tracer(x):
-                residuals[i] = checkpoint_name(x, names[owner])
+                named[id(x)] = checkpoint_name(x, names[owner])
         # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
-        named = list(zip(unnamed, residuals, strict=True))
-        outputs = [next((y for x, y in named if x is output), output) for output in outputs]
+        residuals, outputs = ([named.get(id(x), x) for x in values] for values in (residuals, outputs))
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
+
+
+# -- the custom_vjp function of each class ------------------------------------------------------------
+
+
+class TracedCall:
+    """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves."""
+
+    def __init__(self, call: LayerCall, is_deferred: bool) -> None:
+        self.call = call
+        # True if JAX stages the call to a jaxpr, so that it may run the fwd rule later, and more than once.
+        self.is_deferred = is_deferred
+        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
+        self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
+
+    def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
+        """Return the staged `forward` and its consts. In a fwd rule, a derivative of `tensors` is a second one."""
+        key = tuple(types_of(tensors))
+        if (staged := self.staged.get(key)) is not None:
+            return staged, []
+        staged, consts = stage_layer(self.call, key, tensors if in_rule else ())
+        if not consts:  # closed-over values belong to the current trace, so they are not cached
+            self.staged[key] = staged
+        return staged, consts
+
+
+jax.tree_util.register_static(TracedCall)
+
+
+def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
+    call, needs = traced_call.call, [False] * len(tensors)
+    if call.arguments.ref_mask:
+        return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
+    if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
+        return tuple(call.run_on_values(as_arrays(tensors), needs).outputs)
+    staged, consts = traced_call.stage(tensors)
+    # JAX batches `forward` and the fwd rule separately, and assumes equal batch axes. If they differed, JAX would
+    # silently exchange axes of equal size. The fwd rule applies a `RuleFunction`, so these outputs get its batch axes:
+    # see NOTE [all outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
+    return tuple(as_batched_as(tensors, evaluate_jaxpr(staged.outputs_jaxpr, *consts, *tensors)))
+
+
+def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    call = traced_call.call
+    tensors = [p.value for p in primals]
+    needs = [p.perturbed for p in primals]
+    if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
+        tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes a Python number, not an array
+        run = call.run_on_values(tensors, needs)
+    else:
+        # If a staged call differentiates a value that `backward` closes over, JAX would silently treat it as a constant
+        # (as of jax 0.12, also in a plain `jax.custom_vjp`). tests: test_closed_over.py
+        closed = closed_over(call.layer.backward).values() if traced_call.is_deferred else ()
+        if any(is_differentiated(x) for value in closed for x in tensors_in(value)):
+            raise call.closed_over_error("backward")
+        staged, consts = traced_call.stage(tensors, in_rule=True)
+        values = apply(staged, [*consts, *tensors])
+        run = ForwardResult(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
+    return _remember(traced_call, run, tensors, needs)
+
+
+def _remember(
+    traced_call: TracedCall, run: ForwardResult, inputs: Sequence[Any], needs: list[bool]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the results of the fwd rule, and append the `LayerMap` of this run to `traced_call.maps`.
+
+    NOTE [several runs]
+    JAX may run the fwd rule several times for one application, and then passes the treedef of the last run to every bwd
+    rule. But the runs may differ: hooks may return other objects, and `forward` may keep another value of a `jax.Ref`.
+    Therefore, if JAX stages the call, each run has a number, which the bwd rule reads from the shape `(number, 0)` of
+    an additional residual. This residual takes no memory. tests: test_several_runs.py
+    It is no constant: in a derivative of a `jax.checkpoint` with a tuple for `prevent_cse`, JAX does not count those.
+    """
+    linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
+    maps = traced_call.maps
+    if maps and maps[0].n_residuals != linear.n_residuals:
+        raise ValueError(
+            f"{traced_call.call.name} kept {maps[0].n_residuals} arrays for backward the first time that JAX traced it "
+            f"here, and {linear.n_residuals} the next time. forward, and hooks that pack, have to keep as many each "
+            "time; or differentiate inside jit: jax.jit(jax.grad(f))."
+        )
+    maps.append(linear)
+    number = [jax.lax.broadcast(False, (len(maps) - 1, 0))] if traced_call.is_deferred else []
+    return tuple(outputs), (traced_call, *residuals, *number)
+
+
+def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    traced_call, arrays = residuals[0], residuals[1:]
+    number = arrays[-1].shape[0] if traced_call.is_deferred else 0
+    # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
+    is_zero = [isinstance(c, SymbolicZero) or getattr(c, "dtype", None) == jax.dtypes.float0 for c in cotangents]
+    given = [None if zero else c for zero, c in zip(is_zero, cotangents, strict=True)]
+    gradients = traced_call.maps[number].gradients(arrays[: traced_call.maps[number].n_residuals], given)
+    batched = next((c for c in given if is_batched(c)), None)
+    if batched is None:
+        return None, *gradients
+    # JAX would not sum a gradient without a batch axis over the examples: see NOTE [all outputs are batched] in
+    # `_jax/rule_function.py`. `jnp.where` is batched like its condition, which is any bool that is batched.
+    has_entry = batched.size and explicit_sharding(batched) is None  # JAX cannot index along an explicit mesh axis
+    condition = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
+    return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
+
+
+# A call that takes a Ref uses a separate custom_vjp function. It has no symbolic zeros: with these, JAX would not
+# recognize that a residual of the fwd rule is an argument Ref. It does not stage `forward`, since the primitives of
+# this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`,
+# and ignore `backward`.
+
+
+def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    call = traced_call.call
+    tensors = tuple(as_arrays(tensors))
+    needs = [True] * len(tensors)
+
+    def error() -> Exception:
+        return once_differentiable_error(call.layer) or ref_error(call)
+
+    try:
+        kept, outputs, residuals = call.run_forward(tensors, needs)
+    except Exception as refused:
+        if any(map(is_differentiated, tensors)):  # JAX refuses to write a differentiated value to a Ref
+            raise error() from refused
+        raise
+    outputs, residuals = forbid_derivative(outputs, error), forbid_derivative(residuals, error)
+    return _remember(traced_call, ForwardResult(kept, outputs, residuals), tensors, needs)
+
+
+def ref_error(call: LayerCall) -> TypeError:
+    return TypeError(
+        f"{call.name}.apply takes a jax.Ref ({', '.join(call.arguments.ref_names())}). Such a call has a first "
+        "derivative in reverse mode only: no second derivative, no forward mode, no vmap method, no gradient of what "
+        "the Ref holds. Where the Ref is only read, pass its value: ref[...]."
+    )
+
+
+_BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+# Not class attributes: a class made by type(name, bases, dict(vars(other))) would share those of `other`.
+_custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
+
+
+def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
+    """Return the cached `jax.custom_vjp` function of a class: (traced_call, *tensors) -> outputs."""
+    functions = _custom_vjps.setdefault(layer, {})
+    if takes_refs not in functions:
+        # NOTE [names made once]
+        # At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives names for
+        # error messages. This takes a fifth of the time that JAX needs to trace a layer. Therefore each copy has the
+        # signature and the names as attributes, which JAX reads instead. If JAX stops reading `__fun_debug_info__`,
+        # tracing is slower.
+        name, copies = layer.__qualname__, list[Any]()
+        for rule in (_primal, _fwd_with_ref if takes_refs else _fwd, _bwd):
+            copied: Any = types.FunctionType(rule.__code__, rule.__globals__, name)
+            copied.__qualname__ = name
+            copied.__signature__ = _BY_POSITION
+            copied.__fun_debug_info__ = DebugInfo("custom_vjp", source_of(name, layer.forward), None, None)
+            copies.append(copied)
+        primal, fwd, bwd = copies
+        function = jax.custom_vjp(primal)
+        function.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
+        functions.setdefault(takes_refs, function)  # another thread may have made the function meanwhile
+    return functions[takes_refs]

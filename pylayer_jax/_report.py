@@ -260,7 +260,7 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     single: list[SavedTensor] = []
     for v in {id(v): v for v in jaxpr.outvars}.values():  # a variable that is returned several times is kept once
         source = program.source(v)
-        # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _custom_vjp.py.
+        # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _layer_rule.py.
         if v.aval.size:
             found = _residual(program, v, source)
             key = found.tensor.key, found.times, found.tensor.aval.shape, found.operand

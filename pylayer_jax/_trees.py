@@ -17,13 +17,11 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 
 from ._jax.types import is_tensor, unboxed
-
-_TENSOR: Final = object()  # the placeholder for a tensor among the leaves of a skeleton
 
 
 def contains(values: Sequence[Any], wanted: object) -> bool:
@@ -34,12 +32,13 @@ def contains(values: Sequence[Any], wanted: object) -> bool:
 class Skeleton:
     """A pytree without its tensors. If the whole pytree is one tensor, its skeleton is the object `LEAF`.
 
-    A `_Dict` takes the place of each dict: JAX sorts the keys of a dict, and refuses keys that cannot be sorted.
+    A dict within it is a skeleton of its own, with a `_DictNode` in place of a treedef: JAX sorts the keys of a dict,
+    and refuses keys that cannot be sorted.
     """
 
-    def __init__(self, treedef: Any, leaves: list[Any], leaf_paths: Sequence[Any], size: int) -> None:
-        self.treedef = treedef
-        self.leaves = leaves
+    def __init__(self, node: Any, leaves: list[Any], leaf_paths: Sequence[Any], size: int) -> None:
+        self.node = node  # a treedef or a `_DictNode`
+        self.leaves = leaves  # skeletons of tensors and dicts, and statics
         # The path to each leaf, from the tree itself. `treedef.unflatten` of placeholders would call user code, which
         # may accept arrays only. tests: contract/test_strict_pytrees.py
         self.leaf_paths = leaf_paths
@@ -47,7 +46,7 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        return self.treedef.num_nodes > 1 or not self.leaves or type(self.leaves[0]) is _Dict
+        return self.node.num_nodes > 1 or not self.leaves
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """Rebuild the tree from `tensors`, in flattening order, and from `change(static)` for each static."""
@@ -56,9 +55,9 @@ class Skeleton:
         return self._fill(iter(tensors), change)
 
     def _fill(self, rest: Iterator[Any], change: Callable[[Any], Any]) -> Any:
-        return self.treedef.unflatten(
+        return self.node.unflatten(
             [
-                next(rest) if x is _TENSOR else x.fill(rest, change) if type(x) is _Dict else change(x)
+                next(rest) if x is LEAF else x._fill(rest, change) if type(x) is Skeleton else change(x)
                 for x in self.leaves
             ]
         )
@@ -73,32 +72,29 @@ class Skeleton:
 
     def parts(self) -> tuple[list[Any], list[Any]]:
         """Return the nodes and the leaves, which identify the skeleton; a placeholder stands for each tensor."""
-        nodes, leaves = [self.treedef], list[Any]()
+        node, leaves = self.node, list[Any]()
+        nodes = [(type(node.like), node.keys) if type(node) is _DictNode else node]
         for leaf in self.leaves:
-            if type(leaf) is _Dict:
-                leaves.append(_Dict)  # [x, {"a": y}] has other parts than [{"a": x}, y]
-                nodes.append((type(leaf.like), tuple(leaf.keys)))
-                for child in leaf.children:
-                    more_nodes, more_leaves = child.parts()
-                    nodes += more_nodes
-                    leaves += more_leaves
-            else:
-                leaves.append(leaf)
+            leaves.append(leaf if leaf is LEAF or type(leaf) is not Skeleton else Skeleton)
+            if leaves[-1] is Skeleton:  # [x, {"a": y}] has other parts than [{"a": x}, y]
+                more_nodes, more_leaves = leaf.parts()
+                nodes += more_nodes
+                leaves += more_leaves
         return nodes, leaves
 
     def statics(self) -> list[Any]:
-        return [x for x in self.parts()[1] if x is not _TENSOR and x is not _Dict]
+        return [x for x in self.parts()[1] if x is not LEAF and x is not Skeleton]
 
     def tensor_paths(self) -> list[str]:
         """Return the path of each tensor, as in `['weights'][0]`; the path of a bare tensor is empty."""
-        return [path for path, leaf in self.paths() if leaf is _TENSOR]
+        return [path for path, leaf in self.paths() if leaf is LEAF]
 
     def paths(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         for path, leaf in zip(self.leaf_paths, self.leaves, strict=True):
-            start = jax.tree_util.keystr(path)
-            inner = leaf.paths() if type(leaf) is _Dict else [("", leaf)]
-            found += [(start + rest, x) for rest, x in inner]
+            is_inner = type(leaf) is Skeleton and leaf is not LEAF
+            inner = leaf.paths() if is_inner else [("", leaf)]
+            found += [(jax.tree_util.keystr(path) + rest, x) for rest, x in inner]
         return found
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
@@ -108,55 +104,47 @@ class Skeleton:
         """
         if tree is None:
             return [None] * self.size
-        node = self.treedef.node_data()
+        node = self.node.node_data()
         if node is not None and hasattr(node[0], "__jax_array__") and is_tensor(unboxed(tree)):
             return [tree]
         found: list[Any] = []
-        for leaf, value in zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True):
-            if leaf is _TENSOR:
-                found.append(value)
-            elif type(leaf) is _Dict:
-                found += leaf.flatten_up_to(value)
+        for leaf, value in zip(self.leaves, self.node.flatten_up_to(tree), strict=True):
+            if type(leaf) is Skeleton:
+                found += [value] if leaf is LEAF else leaf.flatten_up_to(value)
         return found
 
 
-class _Dict:
-    """The skeleton of a dict within a pytree. The keys keep their order, and need not be sortable."""
+class _DictNode(NamedTuple):
+    """The node of a dict, with the methods of a treedef. The keys keep their order, and need not be sortable."""
 
-    def __init__(self, like: Any, keys: list[Any], children: list[Skeleton]) -> None:
-        self.like = like  # an empty dict or defaultdict, as a template
-        self.keys = keys
-        self.children = children
+    like: Any  # an empty dict or defaultdict, as a template
+    keys: tuple[Any, ...]
+    needed: tuple[Any, ...]  # the keys of values that hold a tensor
+    num_nodes = 2
 
-    def fill(self, rest: Iterator[Any], change: Callable[[Any], Any]) -> Any:
+    def unflatten(self, values: Sequence[Any]) -> Any:
         filled = self.like.copy()
-        for key, child in zip(self.keys, self.children, strict=True):
-            filled[key] = next(rest) if child is LEAF else child._fill(rest, change)
+        filled.update(zip(self.keys, values, strict=True))
         return filled
 
+    def node_data(self) -> None:
+        return None
+
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        if tree is None:
-            return [None] * sum(child.size for child in self.children)
-        # A key that holds no tensor may be left out.
-        needed = [key for key, child in zip(self.keys, self.children, strict=True) if child.size]
-        if not isinstance(tree, dict) or not set(needed) <= tree.keys() <= set(self.keys):
+        if not isinstance(tree, dict) or not set(self.needed) <= tree.keys() <= set(self.keys):
             got = list(tree) if isinstance(tree, dict) else f"a {type(tree).__name__}"
-            raise ValueError(f"Expected a dict with the keys {needed}, got {got}.")
-        pairs = zip(self.keys, self.children, strict=True)
-        return [x for key, child in pairs if key in tree for x in child.flatten_up_to(tree[key])]
-
-    def paths(self) -> list[tuple[str, Any]]:
-        pairs = zip(self.keys, self.children, strict=True)
-        return [(f"[{key!r}]{path}", leaf) for key, child in pairs for path, leaf in child.paths()]
+            raise ValueError(f"Expected a dict with the keys {list(self.needed)}, got {got}.")
+        return [tree.get(key) for key in self.keys]
 
 
-LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], [()], 1)
+LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [], [()], 1)
+LEAF.leaves.append(LEAF)
 
 
 @functools.cache
 def _tuple_of(count: int) -> Skeleton:
     paths = [(jax.tree_util.SequenceKey(i),) for i in range(count)]
-    return Skeleton(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, paths, count)
+    return Skeleton(jax.tree_util.tree_structure((0,) * count), [LEAF] * count, paths, count)
 
 
 def _is_dict(_: Any, node: Any) -> bool:
@@ -177,21 +165,26 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
 def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
     """Return the `Skeleton` of a tree, and append its tensors to `tensors`."""
-    if predicate(tree):
+    before = len(tensors)
+    if _is_dict((), tree):
+        like = tree.copy()
+        like.clear()
+        leaves = [_skeleton(x, predicate, tensors) for x in tree.values()]
+        node = _DictNode(like, tuple(tree), tuple([key for key, x in zip(tree, leaves, strict=True) if x.size]))
+        paths = [(jax.tree_util.DictKey(key),) for key in tree]
+    elif predicate(tree):
         tensors.append(tree)
         return LEAF
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_dict, is_leaf_takes_path=True)
-    leaves: list[Any] = [leaf for _, leaf in pairs]
-    before = len(tensors)
-    for i, leaf in enumerate(leaves):
-        if predicate(leaf):
-            tensors.append(leaf)
-            leaves[i] = _TENSOR
-        elif _is_dict((), leaf):
-            like = leaf.copy()
-            like.clear()
-            leaves[i] = _Dict(like, list(leaf), [_skeleton(x, predicate, tensors) for x in leaf.values()])
-    return Skeleton(treedef, leaves, [path for path, _ in pairs], len(tensors) - before)
+    else:
+        pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_dict, is_leaf_takes_path=True)
+        paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
+        for i, leaf in enumerate(leaves):
+            if predicate(leaf):
+                tensors.append(leaf)
+                leaves[i] = LEAF
+            elif _is_dict((), leaf):
+                leaves[i] = _skeleton(leaf, predicate, tensors)
+    return Skeleton(node, leaves, paths, len(tensors) - before)
 
 
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:

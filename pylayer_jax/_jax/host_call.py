@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .rule_function import ObjectPrimitive, merge, payload_of
+from .rule_function import ObjectPrimitive, batch_axis_to_front, merge, payload_of
 from .traces import ShapedArray, buffer_callback, io_callback, is_staging, mlir, partial_eval
 from .types import as_arrays
 
@@ -73,26 +73,20 @@ class HostFunction(NamedTuple):
             return values, [None] * len(values)
         if self.takes_batches:
             results = [ShapedArray((axis.size, *t.shape), t.dtype) for t in self.results]
-            shared = [
-                jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else x for x, d in zip(args, dims, strict=True)
-            ]
-            values = host_call_p.bind(*merge(is_batched, batches, shared), payload=self._replace(results=results))
+            whole = [batch_axis_to_front(axis, x, d) for x, d in zip(args, dims, strict=True)]
+            values = host_call_p.bind(*whole, payload=self._replace(results=results))
             return values, [0] * len(values)
 
         def one(xs: Sequence[Any]) -> Any:
             return host_call_p.bind(*merge(is_batched, xs, args), payload=self)
 
-        if is_staging():
-            # JAX may evaluate the staged code in eager mode later, and keeps the compiled program of an eager
-            # `jax.lax.map` forever. It deletes the program of a jitted function together with the function.
+        # JAX keeps the compiled program of an eager `jax.lax.map` forever, with all objects that the function holds. It
+        # deletes the program of a jitted function together with the function.
+        if is_staging() or not axis.size:
             values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
-        else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with all objects that the function holds
+        else:
             results = [one([x[i] for x in batches]) for i in range(axis.size)]
-            columns = zip(*results, strict=True) if results else [()] * len(self.results)
-            values = [
-                jnp.stack(xs) if xs else jnp.zeros((0, *t.shape), t.dtype)
-                for xs, t in zip(columns, self.results, strict=True)
-            ]
+            values = [jnp.stack(column) for column in zip(*results, strict=True)]
         return values, [0] * len(values)
 
 

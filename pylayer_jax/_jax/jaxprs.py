@@ -200,8 +200,7 @@ def dependence(jaxpr: Any, sources: Sequence[Any]) -> list[bool]:
     dependent = set(sources)
     for equation in jaxpr.eqns:
         if not dependent.isdisjoint(variables(equation.invars)):
-            dependent.update(equation.outvars)
-            dependent.update(_refs(equation))  # the equation may write to its Refs
+            dependent.update(equation.outvars, _refs(equation))  # the equation may write to its Refs
     return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
 
 

@@ -155,9 +155,8 @@ def _scatter(equation: Any, operands: list[Kind]) -> Any:
 
 
 def _linear_map(equation: Any, operands: list[Kind]) -> Kind:
-    linear = payload_of(equation)
-    n = linear.n_residuals
-    return _sum(linear.name, operands[n:], operands[:n], linear.nonlinearity)
+    name, n = payload_of(equation).name, payload_of(equation).n_residuals
+    return _sum(name, operands[n:], operands[:n], f"{name!r}, whose saved tensors depend on them")
 
 
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
@@ -169,14 +168,8 @@ def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
     ]
 
 
-_RULES.update(
-    {
-        "gather": _gather,
-        "scatter": _scatter,
-        linear_map_p.name: _linear_map,
-        rule_function_p.name: _rule_function,
-    }
-)
+_RULES.update({"gather": _gather, "scatter": _scatter})
+_RULES.update({linear_map_p.name: _linear_map, rule_function_p.name: _rule_function})
 
 
 # -- calls, branches, loops -------------------------------------------------------------------------------
@@ -212,10 +205,6 @@ def _loop(body: Any, operands: list[Kind], n_consts: int, n_carried: int) -> lis
         carry = joined
 
 
-def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
-    return _loop(equation.params["jaxpr"], operands, *scan_counts(equation))
-
-
 def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
     n_cond, n_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     carry = _loop(equation.params["body_jaxpr"], operands[n_cond:], n_body, len(equation.outvars))
@@ -225,10 +214,8 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 _RULES.update(dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "shard_map"), _call))
-_RULES.update({"cond": _cond, "scan": _scan, "while": _while})
-
-
-# -- the transpose ------------------------------------------------------------------------------------------
+_RULES.update({"cond": _cond, "while": _while})
+_RULES["scan"] = lambda e, operands: _loop(e.params["jaxpr"], operands, *scan_counts(e))
 
 
 def transpose_jaxpr(

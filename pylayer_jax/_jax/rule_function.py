@@ -119,7 +119,7 @@ class ObjectPrimitive(Primitive):
             return _payload(payload).lower_rule(context, *args)
 
         named_rule: Any = jvp
-        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_layer_rule.py`
         self.def_impl(evaluate)
         # JAX 0.12 and later call `to_lojax` to lower a jaxpr with hijax primitives, such as that of `jnp.nonzero`.
         self.to_lojax = evaluate
@@ -173,14 +173,7 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-    return jax.vmap(
-        function,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        axis_name=axis.name,
-        axis_size=axis.size,
-        spmd_axis_name=axis.spmd_name,
-    )
+    return jax.vmap(function, in_axes, out_axes, axis.name, axis.size, axis.spmd_name)
 
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
@@ -192,8 +185,7 @@ def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
 
 Values = list[Any]
 
-# The batch axis of each value, None for a value that all examples share. `OutDims` is None if every value has its batch
-# axis in front.
+# The batch axis of each value, None for one that all examples share; or None if every batch axis is in front.
 OutDims = list[Any] | None
 
 
@@ -351,7 +343,6 @@ class LinearMap:
     name: str
     n_residuals: int
     types: Sequence[Any]  # types of the results
-    nonlinearity = "a linear map whose residuals depend on them"  # after "it has the operation", in `linearity.py`
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         raise NotImplementedError
@@ -382,8 +373,7 @@ class LinearMap:
                 return self.evaluate_rule(*merge(nonzero, moving, primals))
 
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
-        # The derivative of a linear map with respect to its tangents is the same map, in a second equation, which
-        # reverse mode can transpose.
+        # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.
         pairs = zip(primals[n:], tangents[n:], strict=True)
         full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
@@ -405,7 +395,7 @@ class BatchedMap(LinearMap):
     """A batched linear map, whose tangents and results have the batch axis in front."""
 
     def __init__(self, inner: LinearMap, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner, self.axis, self.name, self.nonlinearity = inner, axis, inner.name, inner.nonlinearity
+        self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # batch axes of the residuals
         self.n_residuals = inner.n_residuals
         self.types = [batched_type(axis, t) for t in inner.types]

@@ -270,8 +270,7 @@ class TraceState:
         if not self.is_staged:
             return False
         traces = [whole_batch(x)._trace for x in values if is_differentiated(x)]
-        is_differentiated_now = any([trace is t for trace in traces for t in self.differentiations])  # noqa: C419
-        return not is_differentiated_now
+        return not any([trace is t for trace in traces for t in self.differentiations])  # noqa: C419
 
 
 def is_active(tracer: Any) -> bool:

@@ -29,6 +29,8 @@ from .jaxprs import is_literal, jaxpr_and_consts, stage
 from .rule_function import Outputs, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
 from .traces import (
     DebugInfo,
+    ShapedArray,
+    Tracer,
     eval_jaxpr,
     ir,
     lower_with_sharding_in_types,
@@ -37,7 +39,7 @@ from .traces import (
     set_current_trace,
     stablehlo,
 )
-from .types import typeof
+from .types import has_tangent, typeof
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -131,9 +133,6 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
 partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
 
 
-# -- dead code -----------------------------------------------------------------------------------------
-
-
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Remove unused results, and return a mask of the operands that are read: a rule of `partial_eval.dce_rules`."""
     equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
@@ -153,9 +152,6 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
 
 
 partial_eval.dce_rules[rule_function_p] = _drop_unused
-
-
-# -- checkify ------------------------------------------------------------------------------------------
 
 
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
@@ -250,7 +246,10 @@ def barrier(values: Sequence[Any], waits: bool = False) -> Values:
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
     """Return the values; if JAX differentiates any of them, raise the exception that `error` returns."""
-    return apply(Guard([typeof(x) for x in values], error), values) if values else []
+    mask = [isinstance(x, Tracer) and type(x.aval) is ShapedArray and has_tangent(x) for x in values]
+    traced = select(values, mask)
+    guarded = iter(apply(Guard([x.aval for x in traced], error), traced) if traced else ())
+    return [next(guarded) if is_traced else x for is_traced, x in zip(mask, values, strict=True)]
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:

@@ -121,8 +121,7 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _from_numpy(tensor: Any) -> jax.Array:
-    # Copy: JAX may still read the array after `jnp.asarray` returns, while the caller already changes it. It reads only
-    # the native byte order.
+    # Copy: JAX may still read the array when the caller already changes it. It reads only the native byte order.
     native = np.asarray(tensor).dtype.newbyteorder("=")
     return jnp.asarray(np.array(tensor, native))
 

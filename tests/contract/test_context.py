@@ -104,7 +104,7 @@ MISUSES = {
     "None as an output": (ValueError, "mark_non_differentiable", lambda ctx, x: ctx.mark_non_differentiable(None)),
     "a saved Ref": (ValueError, "Ref", lambda ctx, x: ctx.save_for_backward(jax.new_ref(x))),
     "a Ref on ctx": (ValueError, "Ref", lambda ctx, x: setattr(ctx, "ref", [jax.new_ref(x)])),
-    "assigned": (AttributeError, "save_for_backward", lambda ctx, x: setattr(ctx, "saved_tensors", (x,))),
+    "assigned": (AttributeError, "saved_tensors", lambda ctx, x: setattr(ctx, "saved_tensors", (x,))),
 }
 
 

@@ -230,14 +230,11 @@ class Weights(NamedTuple):
 
 
 @gradients
-@pytest.mark.parametrize(
-    ("kind", "shown"), [(Weights, r"\(Weights\(\.\.\.\),\)"), (lambda *xs: xs, r"\(\(\.\.\.\),\)")]
-)
-def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, kind, shown):
+@pytest.mark.parametrize("kind", [Weights, lambda *xs: xs], ids=["named tuple", "tuple"])
+def test_the_gradient_of_a_tuple_that_is_not_wrapped(run, kind):
     made = layer(lambda ctx, p: p[0] * p[1], lambda ctx, dy: kind(dy, 2 * dy))
-    with pytest.raises(ValueError, match=r"Made\.backward") as caught:
+    with pytest.raises(ValueError, match=r"Made\.backward returned 2 gradients for 1 tensor argument"):
         run(lambda x: made.apply(kind(x, x)).sum())(X)
-    assert re.search(f"wrap it: return {shown}", text_of(caught.value))
     right = layer(base=made, backward=lambda ctx, dy: (kind(dy, 2 * dy),))
     assert run(lambda x: right.apply(kind(x, x)).sum())(X).tolist() == [3, 3, 3]
 

@@ -1,7 +1,6 @@
 """Layers in a batch: their own `vmap`, what info and dims it gets, and the name of a mapped axis."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -347,7 +346,7 @@ def test_the_sum_of_a_scalar_that_all_examples_share(mode, value):
         jax.vmap(layer(lambda ctx, x: 2.0).apply)(X)
 
 
-def test_an_intermediate_that_jax_cannot_batch_is_told_to_be_an_output():
+def test_the_error_of_an_intermediate_that_jax_cannot_batch_names_forward():
     def host_order(x):
         return jax.pure_callback(lambda v: np.argsort(v).astype(np.int32), jax.ShapeDtypeStruct(x.shape, jnp.int32), x)
 
@@ -363,4 +362,4 @@ def test_an_intermediate_that_jax_cannot_batch_is_told_to_be_an_output():
     for mode in jax.jit(jax.vmap(sorts.apply)), jax.vmap(jax.grad(lambda x: sorts.apply(x)[0])):
         with pytest.raises(NotImplementedError, match="pure_callback") as caught:
             mode(MANY)
-        assert re.search(r"Sorts\.forward.*one more output", text_of(caught.value))
+        assert "Sorts.forward" in text_of(caught.value)

@@ -252,9 +252,8 @@ RETURNED = np.array([0.3, -0.7, 1.1], np.float32)
         lambda ctx, output: ctx.save_for_backward(output),
         lambda ctx, output: ctx.save_for_backward(RETURNED),
         lambda ctx, output: setattr(ctx, "kept", {"in": [RETURNED]}),
-        lambda ctx, output: [ctx.save_for_backward(RETURNED), ctx.mark_dirty(RETURNED)],
     ],
-    ids=["output", "by its name", "in a container", "marked"],
+    ids=["output", "by its name", "in a container"],
 )
 def test_a_numpy_constant_that_setup_context_keeps_by_its_own_name_is_the_output(keep):
     def backward(ctx, dy):
@@ -266,9 +265,3 @@ def test_a_numpy_constant_that_setup_context_keeps_by_its_own_name_is_the_output
     slope = jax.grad(lambda x: jnp.sum(made.apply(x)["y"]))
     # The gradient is y, and dy/dx is y by the rule.
     np.testing.assert_allclose(jax.jit(jax.grad(lambda x: jnp.sum(slope(x))))(jnp.ones(3)), RETURNED)
-
-
-def test_a_numpy_constant_that_setup_context_marks_by_its_own_name():
-    setup = lambda ctx, inputs, output: ctx.mark_non_differentiable(RETURNED)  # noqa: E731
-    made = layer(lambda x: (x * 1, RETURNED), lambda ctx, dx, dy: dx + 7 * dy, Function, setup_context=setup)
-    assert jax.grad(lambda x: sum(map(jnp.sum, made.apply(x))))(jnp.ones(3)).tolist() == [1, 1, 1]
