@@ -355,8 +355,12 @@ class Pullback(LinearMap):
     """A linear map that is given by its transpose."""
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        def transposed(*cotangents: Any) -> Values:
+            pairs = zip(self.transpose(residuals, cotangents), tangents, strict=True)
+            return [full_cotangent(x, typeof(t)) for x, t in pairs]
+
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types]
-        return list(jax.linear_transpose(lambda *given: self.transpose(residuals, given), *types)(list(tangents)))
+        return list(jax.linear_transpose(transposed, *types)(list(tangents)))
 
 
 class _RulePullback(Pullback):

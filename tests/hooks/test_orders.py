@@ -122,6 +122,13 @@ def test_it_passes_through_a_block(around, derivative):
 
 
 @EAGER_AND_JIT
+def test_forward_mode_where_no_cotangent_reaches_an_operand(mode):
+    f = lambda x, y: jnp.sin(x) * jax.lax.stop_gradient(y)  # noqa: E731
+    got = jax.jvp(mode(cast_saved()(f)), (W, W), (W, W))[1]
+    np.testing.assert_allclose(got, W * W * jnp.cos(W), rtol=1e-2)
+
+
+@EAGER_AND_JIT
 def test_linear_transpose(mode):
     def linear(x):
         return jnp.sin(W) @ (3.0 * x) + jnp.where(W > 0, x, 0.0)
