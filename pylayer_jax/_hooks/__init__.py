@@ -9,7 +9,8 @@
 A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
 1. A decorated function is staged, and planned as a whole (`planned`). Its forward and backward passes are jaxprs, F and
-   B; the residuals are the arrays that B gets from F. Bodies of loops are planned functions too.
+   B; the residuals are the arrays that B gets from F. Bodies of loops are planned functions too, to which the function
+   around them lends what it computes and they read: it keeps such a tensor, in its own way.
 2. A `Plan` says how backward gets each residual: from outside, kept as it is, packed, or computed again. What is kept
    is a minimum cut of the graph of F (`plan`). The table in `primitives` says what may be computed again.
 3. The rule of a planned function runs F, and packs each kept variable behind the equation that makes it, in staged code

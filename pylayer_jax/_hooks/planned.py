@@ -50,6 +50,7 @@ from pylayer_jax._jax.traces import (
     NEEDS_VALUES,
     Literal,
     PassThroughTrace,
+    ShapedArray,
     Var,
     current,
     current_trace,
@@ -162,8 +163,11 @@ def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, plans_bo
     `is_free`: for each input, whether it comes from outside the decorated function.
     """
     free = set(select(jaxpr.invars, is_free))
-    found = [_prepared_equation(e, free, around, plans_bodies) for e in jaxpr.eqns]
-    equations, bodies = ([x for xs in part for x in xs] for part in zip(*found, strict=True)) if found else ([], [])
+    equations, bodies = list[Any](), list[Bodies]()
+    for e in jaxpr.eqns:
+        own, bodies_of_e = _prepared_equation(e, free, around, plans_bodies)
+        equations += own
+        bodies += bodies_of_e
     return jaxpr.replace(eqns=equations), bodies
 
 
@@ -187,7 +191,8 @@ def _prepared_equation(
         # Calls of one jitted function share its equations, and each keeps its own residuals.
         changed, bodies = prepared(code, is_free, around, plans_bodies)
         return [e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})], bodies
-    if not plans_bodies or name not in BODIES or any(j.constvars for j in inner):
+    has_refs = not all(isinstance(x.aval, ShapedArray) for x in e.invars)
+    if not plans_bodies or name not in BODIES or has_refs or any(j.constvars for j in inner):
         return [e], []
     if name == "cond" and around.pair.moves_to_host:
         return [e], []
@@ -725,7 +730,8 @@ class _BackwardRun:
         plan, known = self._plan, variables(atoms)
         order, arrays_of = self._missing(known)
         arrays = {id(a): a for a in tree_leaves(list(arrays_of.values()))}
-        cotangents, broadcasts = self._cotangents([v for v in known if v in self._pass.dependent])
+        dependent = [v for v in known if v in self._pass.dependent and isinstance(v.aval, ShapedArray)]  # no Refs
+        cotangents, broadcasts = self._cotangents(dependent)
         bound, given = waiting(list(arrays.values()), [self._values[v] for v in cotangents])
         arrays = dict(zip(arrays, bound, strict=True))
         self._values |= zip(cotangents, given, strict=True)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pylayer_jax import Function, once_differentiable, saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.packers import recompute_saved
 from pylayer_jax.testing import check_layer, gradcheck
 from tests.kit.case import ruled
 from tests.kit.layers import bits, layer
@@ -139,6 +140,20 @@ def test_a_ref_is_written_as_in_plain_custom_vjp(run, block):
     for f in (AddsWeightGradient.apply, adds_weight_gradient):
         found = result(f, block)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_decorated_function_makes_a_ref_that_a_loop_reads(stage):
+    def f(x):
+        total = jax.new_ref(jnp.zeros_like(x))
+
+        def body(c, _):
+            total[...] += c
+            return jnp.sin(c) * jnp.tanh(x), None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=2)[0] + total[...])
+
+    np.testing.assert_allclose(stage(jax.grad(recompute_saved()(f)))(X), jax.grad(f)(X), rtol=1e-5)
 
 
 def counted(ctx, x, state):

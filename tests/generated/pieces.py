@@ -185,6 +185,7 @@ UNARY = {
     "rsqrt": lambda x: x * lax.rsqrt(0.1 + x * x),
     "fast sin": lambda x: jnp.sin(20 * x),
     "power": lambda x: (0.1 + jnp.abs(x)) ** 1.7,
+    "power of a square": lambda x: (0.5 * x**2) ** 4,
     "powers": lambda x: (1 + x * x) ** jnp.tanh(x),
     "abs": jnp.abs,
     "relu": jax.nn.relu,
@@ -317,6 +318,10 @@ OUTER = {
     "condition on f": lambda f, a, b, s, o: lax.cond(a[0, 0] < b.mean(), lambda x, w: f(x) @ w, BRANCHES[2], a, s[0]),
     "scan over ws": lambda f, a, b, s, o: lax.scan(lambda c, w: (c + f(c @ w), c[0]), a, s)[0],
     "indexed scan": lambda f, a, b, s, o: lax.scan(lambda c, i: (f(c) @ s[i], c), a, jnp.arange(2), reverse=True)[1][1],
+    "scan with b": lambda f, a, b, s, o: lax.scan(lambda c, _: (f(c) * jnp.sin(9 * b), None), a, None, length=2)[0],
+    "branch with b": lambda f, a, b, s, o: lax.cond(
+        a[0, 0] < 0.3, lambda a, b: f(a) * jnp.exp(b), lambda a, b: a, a, b
+    ),
     "unrolled scan": lambda f, a, b, s, o: lax.scan(lambda c, w: (f(c) @ w + b, None), a, s, unroll=2)[0],
     "scan of conditions": lambda f, a, b, s, o: lax.scan(
         lambda c, w: (lax.cond(c[0, 0] < 0.3, lambda: f(c) @ w, lambda: c * o.b), None), a, s
