@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -121,18 +120,14 @@ class Made(NamedTuple):
     """What is known about a value that backward has or computes."""
 
     # The kept variables with an error from which it is computed, each with how many times it has their relative error.
-    degrees: Counter[Any]
+    degrees: dict[Any, float]
     roundings: frozenset[Rounding]
     operations: frozenset[Any]  # those with which it shares the tensors that they keep
     steep: frozenset[Any]  # the variables whose equations may have enlarged an error
     by: str  # the primitive that computes it again; "" for a kept variable
 
-    @property
-    def rounded(self) -> frozenset[Any]:
-        return frozenset(self.degrees)
 
-
-_FREE: Final = Made(Counter(), frozenset(), frozenset(), frozenset(), "")
+_FREE: Final = Made({}, frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
@@ -314,7 +309,7 @@ class Graph:
             found = dict(operations)
             for v in self.residuals:
                 if v in made and v not in failed:
-                    found |= {x: found[x] | self.operations_of[v] for x in made[v].rounded if x in found}
+                    found |= {x: found[x] | self.operations_of[v] for x in made[v].degrees if x in found}
             if found == operations:
                 return made, failed
             operations = found
@@ -326,8 +321,7 @@ class Graph:
         for v, source in {**dict(zip(operations, operations, strict=True)), **self._lender}.items():
             is_lent = source in self._lender
             roundings = roundings_of(self.pair.all_steps(), v.aval) if is_lent else self.keeping(v).roundings
-            degrees = Counter[Any]([source] if roundings else [])
-            known[v] = Made(degrees, roundings, operations[source], frozenset(), "")
+            known[v] = Made({source: 1} if roundings else {}, roundings, operations[source], frozenset(), "")
         made: dict[Any, Made] = {}
         failed: set[Any] = set()
         for v in order:
@@ -338,7 +332,7 @@ class Graph:
             reason = None if is_exempt else self._objection(v, e, operands, result)
             if reason:
                 failed |= reason
-                result = result._replace(degrees=Counter([v]), steep=frozenset())
+                result = result._replace(degrees={v: 1}, steep=frozenset())
             known[v] = made[v] = result
         return made, failed
 
@@ -348,11 +342,13 @@ class Graph:
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
         if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
             steep |= {v}
-        row, degrees = ROWS[name], Counter[Any]()
-        for x in operands:
-            degrees = degrees + x.degrees if row.adds_degrees else degrees | x.degrees
+        row, degrees = ROWS[name], dict[Any, float]()
+        for x in inexact:
+            for source, degree in x.degrees.items():
+                known = degrees.get(source, 0)
+                degrees[source] = known + degree if row.adds_degrees else max(known, degree)
         return Made(
-            Counter({source: row.degree(e, degree) for source, degree in degrees.items()}),
+            {source: row.degree(e, degree) for source, degree in degrees.items()} if row.degree else degrees,
             frozenset[Rounding]().union(*[x.roundings for x in operands]),
             shared | self.operations_of.get(v, frozenset()),
             steep,
@@ -370,7 +366,7 @@ class Graph:
         return [
             Operand(
                 a.val if is_literal(a) else self.numbers.get(a, a),
-                x.rounded,
+                frozenset(x.degrees),
                 distance(x),
                 x.by,
                 not is_literal(a) and a in self.uniform,

@@ -483,8 +483,8 @@ class Plan:
                 keeping = self._keeping(v)
                 found[v] = as_it_is(v) if is_exact and any(r != UNKNOWN for r in keeping.roundings) else keeping
 
-        for v in residuals:
-            if exact := self._saved(v):
+        for v in self.derivative.marks:
+            if v in residuals and (exact := self._saved(v)):
                 fix(v, any(exact))
         for e in self.derivative.forward.eqns:
             for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
@@ -546,7 +546,8 @@ class Plan:
         return {x for v in read for x in self._inputs_of(v)}
 
     def _keeping(self, v: Any) -> Keeping:
-        if self._is_exact(v) or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
+        is_exact = v in self.derivative.marks and self._is_exact(v)
+        if is_exact or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
             return as_it_is(v)
         type_ = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if type_ not in self._keeping_of:
@@ -762,11 +763,11 @@ class _BackwardRun:
                 if any([x.aval.shape or x not in self._values for x in others]):  # noqa: C419 - a list is faster
                     break
                 chain.append(e)
-                if n_bytes(v.aval) < n_bytes(smallest.aval):
+                if e.primitive.name == "broadcast_in_dim":
                     smallest, n = v, len(chain)
             cotangents.append(smallest)
             equations += chain[:n][::-1]
-        return variables(cotangents), equations
+        return list(dict.fromkeys(cotangents)), equations
 
     def _missing(self, wanted: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
         """Return the equations that compute the variables, in order, and the residuals that these read."""

@@ -180,7 +180,7 @@ class Row(NamedTuple):
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again
     # How many times its result has a relative error that its operand has so many times; of a product, these add up.
-    degree: Callable[[Any, float], float] = lambda _, degree: degree
+    degree: Callable[[Any, float], float] | None = None  # as often, if there is none
     adds_degrees: bool = False
 
 
@@ -237,7 +237,7 @@ def _rows() -> dict[str, Row]:
         **row("div", elementwise(_by_exact), keeps_numbers=True, amplifies=True, adds_degrees=True),
         **row("square", elementwise(_always), degree=lambda _, d: 2 * d),
         **row("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
-        # 1 - y², in the derivative of tanh. It multiplies a relative error of y, but not one of the operand of tanh.
+        # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
         **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
         **row("abs clamp max min select_n", elementwise(_within)),
         **row("logistic", elementwise(_of_formula)),
