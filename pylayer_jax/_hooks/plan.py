@@ -318,7 +318,7 @@ class Graph:
         self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], allows_costly: bool
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
-        for v, source in {**dict(zip(operations, operations, strict=True)), **self._lender}.items():
+        for v, source in ({v: v for v in operations} | self._lender).items():
             is_lent = source in self._lender
             roundings = roundings_of(self.pair.all_steps(), v.aval) if is_lent else self.keeping(v).roundings
             known[v] = Made({source: 1} if roundings else {}, roundings, operations[source], frozenset(), "")

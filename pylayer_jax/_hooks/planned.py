@@ -288,6 +288,7 @@ class Derivative:
         n = len(self.value_types)
         self.outputs, self.residuals = self.forward.outvars[:n], self.forward.outvars[n:]
         self.cotangent_types = [tangent_type(t) for t in select(self.value_types, self.nonzero)]
+        self.inputs = self.forward.invars[len(self.consts) :]
         self._passes: dict[Any, Pass] = {}
 
     def _simplified(self, jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
@@ -444,7 +445,7 @@ class Plan:
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
-        self.inputs = forward.invars[len(derivative.consts) :]
+        self.inputs = derivative.inputs
         self.graph = Graph(
             forward,
             self.maker,
@@ -845,7 +846,7 @@ class Planned(HookedFunction):
         price, tried = math.inf, [(plan.bytes_at(math.inf), plan)]
         while tried[-1][0] > limit and price != _PRICES[1]:
             # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
-            # tests: test_limit.py::test_what_a_body_reads_counts
+            # tests: test_limit.py::test_the_least_is_what_is_held
             price = tried[-1][1].price_for(limit) if len(tried) < _MOST_PLANS else _PRICES[1]
             plan = self._plan_at(self.around._replace(price=price), types, nonzero, plans_bodies)
             tried.append((plan.bytes_at(price), plan))
@@ -867,8 +868,8 @@ class Planned(HookedFunction):
             # What a loop carries is computed by the loop.
             loop = around.within[-1].primitive.name if around.within else ""
             carried = dataclasses.replace(outer, operation=loop)
-            inputs = derivative.forward.invars[len(derivative.consts) :]
-            given = {v: carried if x is False else Origin() for v, x in zip(inputs, self.outside, strict=True)}
+            pairs = zip(derivative.inputs, self.outside, strict=True)
+            given = {v: carried if x is False else Origin() for v, x in pairs}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
         return Plan(derivative, around.pair, self.outside, self._is_lent, self.name, origin, around.price, bodies)
