@@ -36,7 +36,7 @@ from pylayer_jax._jax.types import has_tangent, is_nan_reported, is_set, typeof
 from pylayer_jax._trees import WeakTable, hashable
 
 from .active import OFF, PLANNED, Block, active, active_pair, hooks_suspended, innermost_block
-from .pack import Pair
+from .pack import Pair, Place
 from .planned import Planned, Surroundings, staged
 from .primitives import JITTED, ROWS, is_number
 from .saving import Saver, UsersRule
@@ -113,7 +113,7 @@ class BlockTrace(PassThroughTrace):
         self.outer = trace if isinstance(trace, BlockTrace) else None
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
-        self.places = WeakTable()  # value -> False if the block computed it, None if from constants alone
+        self.places = WeakTable()  # value -> its `Place`
 
     @property
     def pair(self) -> Pair:
@@ -177,16 +177,17 @@ class BlockTrace(PassThroughTrace):
             self.block.check_task()
             places = list(map(self.place_of, args))
             values = self._bind(operation, args, places)
-        is_constant = all(place is None for place in places)
-        # A view of a value from outside counts as outside, even if the block computes an integer operand of the view,
-        # such as a start index of `dynamic_slice`.
+        is_constant = all(place is Place.CONSTANT for place in places)
+        # A view of a value from outside stays outside, even if the block computes an integer operand of the view, such
+        # as a start index of `dynamic_slice`.
         of_floats = [p for p, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
-        is_outside = not is_constant and False not in of_floats and _is("is_view", operation.kind, operation.params)
-        if not is_outside:
-            self.put_place(values, None if is_constant else False)
+        if is_constant:
+            self.put_place(values, Place.CONSTANT)
+        elif Place.COMPUTED in of_floats or not _is("is_view", operation.kind, operation.params):
+            self.put_place(values, Place.COMPUTED)
         return values
 
-    def _bind(self, operation: Operation, args: Sequence[Any], places: Sequence[bool | None]) -> Values:
+    def _bind(self, operation: Operation, args: Sequence[Any], places: Sequence[Place]) -> Values:
         inner = inner_jaxprs(operation.params)
         # A Ref that a jaxpr closes over is not an operand of the equation that has the jaxpr as a parameter.
         closes_over_ref = any(not isinstance(v.aval, ShapedArray) for jaxpr in inner for v in jaxpr.constvars)
@@ -203,9 +204,7 @@ class BlockTrace(PassThroughTrace):
             return eval_jaxpr(planned.jaxpr, (), *operands)
         return apply(planned, operands)
 
-    def _planned(
-        self, operation: Operation, args: Sequence[Any], places: Sequence[bool | None]
-    ) -> tuple[Planned, Values]:
+    def _planned(self, operation: Operation, args: Sequence[Any], places: Sequence[Place]) -> tuple[Planned, Values]:
         """Return a planned function of one operation, and its operands, each tensor once."""
         distinct = {id(x): x for x in args}
         operands, position_of = list(distinct.values()), {key: i for i, key in enumerate(distinct)}
@@ -220,21 +219,20 @@ class BlockTrace(PassThroughTrace):
             return found, operands
         run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)  # noqa: E731
         jaxpr, consts, _ = staged(run, types, operation.name)
-        outside = [*map(self.place_of, consts), *places]
-        planned = Planned(with_current_line(jaxpr), outside, operation.name, Surroundings(self.pair))
+        places = [*map(self.place_of, consts), *places]
+        planned = Planned(with_current_line(jaxpr), places, operation.name, Surroundings(self.pair))
         if is_shared and not consts:
             plans[key] = planned
         return planned, [*consts, *operands]
 
     # -- where values come from ----------------------------------------------------------------------
 
-    def place_of(self, value: Any) -> bool | None:
-        """Return whether a value comes from outside the block; None for a constant."""
+    def place_of(self, value: Any) -> Place:
         is_constant = not is_tracer(value) if self.is_staging else is_number(value)
-        return self.places.get(value, None if is_constant else True)
+        return self.places.get(value, Place.CONSTANT if is_constant else Place.OUTSIDE)
 
-    def put_place(self, values: Sequence[Any], place: bool | None) -> None:
-        """Record that the block computed these values; also in enclosing blocks, which have their own records."""
+    def put_place(self, values: Sequence[Any], place: Place) -> None:
+        """Record the place of these values; also in enclosing blocks, which have their own records."""
         for value in values:
             self.places.put(value, place)
         if self.outer is not None:
@@ -293,4 +291,4 @@ def layers_pack_themselves() -> Any:
 
 def mark_as_computed(values: Sequence[Any]) -> None:
     if isinstance(trace := current_trace(), BlockTrace):
-        trace.put_place(values, False)
+        trace.put_place(values, Place.COMPUTED)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import threading
@@ -48,6 +49,15 @@ if TYPE_CHECKING:
     from .host import HostStore
 
 Hook = Callable[[Any], Any]
+
+
+class Place(enum.Enum):
+    """Where an operand of a block, of a decorated function or of a body in it comes from."""
+
+    CONSTANT = enum.auto()
+    OUTSIDE = enum.auto()
+    LENT = enum.auto()  # the function around a body computes it, and may pack it
+    COMPUTED = enum.auto()  # the block computes it, or the loop around a body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +131,10 @@ class Pair:
     def moves_to_host(self) -> bool:
         """Whether a step packs on the host, or into its memory. JAX cannot batch a cond with such branches."""
         return any(step.host or step.is_last for step in self.all_steps())
+
+    def leaves(self, place: Place) -> bool:
+        """Return whether values from a place are never packed."""
+        return place is Place.CONSTANT or (place is not Place.COMPUTED and not self.packs_arguments)
 
     @property
     def needs_plan(self) -> bool:

@@ -75,7 +75,7 @@ from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
 from .active import PLANNED, active, is_reported
 from .origins import Mark, Program
-from .pack import Origin, Pair, is_selected, pack_tensor, restored, roundings_of, steps_for
+from .pack import Origin, Pair, Place, is_selected, pack_tensor, restored, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import BODIES, JITTED, ROWS, UNKNOWN
 from .saving import (
@@ -198,25 +198,23 @@ def _prepared_equation(
         return [e], []
     n_before = len(e.invars) - len(inner[0].invars)  # the index of a cond
     is_free = is_free[n_before:]
-    outside = [True] * len(is_free) if name == "cond" else is_free
+    computed = Place.COMPUTED if name == "shard_map" else Place.LENT
+    places = [Place.OUTSIDE if x else computed for x in is_free]
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
-        outside = [n < n_consts or n >= n_consts + n_carry for n in range(len(is_free))]
+        places[n_consts : n_consts + n_carry] = [Place.COMPUTED] * n_carry
     around = around._replace(within=(*around.within, e))
-    is_lent = [x and not is_one_free for x, is_one_free in zip(outside, is_free, strict=True)]
-    functions = [
-        Planned(body, outside, f"the body of a {name}", around, is_lent=is_lent) if body.eqns else None
-        for body in inner
-    ]
+    functions = [Planned(body, places, f"the body of a {name}", around) if body.eqns else None for body in inner]
     codes = [_planned_body(body, function) for body, function in zip(inner, functions, strict=True)]
     changed = {
         "scan": {"jaxpr": codes[0]},
         "cond": {"branches": tuple(codes)},
         "shard_map": {"jaxpr": jaxpr_and_consts(codes[0])[0]},
     }
-    lent = select(e.invars[n_before:], is_lent)
+    is_lent = [place is Place.LENT for place in places]
+    positions, lent = np.flatnonzero(is_lent).tolist(), select(e.invars[n_before:], is_lent)
     marked = [Var(v.aval) for v in lent]
-    marks = [_application(Lent([v.aval for v in lent], functions, is_lent), e, lent, marked)] if lent else []
+    marks = [_application(Lent([v.aval for v in lent], functions, positions), e, lent, marked)] if lent else []
     operands = [*e.invars[:n_before], *merge(is_lent, marked, e.invars[n_before:])]
     return [*marks, e.replace(invars=operands, params={**params, **changed[name]})], [(e, functions)]
 
@@ -419,17 +417,13 @@ class Plan:
         self,
         derivative: Derivative,
         pair: Pair,
-        outside: Sequence[bool | None],
-        is_lent: Sequence[bool],
+        places: Sequence[Place],
         name: str,
         origin: Callable[[Any], Origin] | None,
         price: float,
         bodies: Sequence[Bodies],
     ) -> None:
-        """`outside`: for each operand, whether it came from outside; None for a constant, which is never packed.
-
-        `is_lent`: for each operand of a body, whether the function around it computes it, and may pack it.
-        """
+        """`places`: of the operands."""
         self.derivative, self.pair, self.name, self._origin, self._bodies = derivative, pair, name, origin, bodies
         forward, readers = derivative.forward, derivative.readers()
         self.maker = {v: e for e in forward.eqns for v in e.outvars}
@@ -437,21 +431,20 @@ class Plan:
         self.held &= self.maker.keys()
         with_bodies = [e for e in forward.eqns if e.primitive.name in BODIES]
         self.held |= {v for e in with_bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
-        places = [*[None] * len(derivative.consts), *outside]
-        is_outside = [x is None or (x and not pair.packs_arguments) for x in places]
-        free = {v for v, x in zip(forward.invars, is_outside, strict=True) if x}
+        place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
+        free = {v for v, place in place_of.items() if pair.leaves(place)}
         self._keeping_of: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
-        self._constants = {v for v, x in zip(forward.invars, places, strict=True) if x is None}
+        self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
-        self.inputs = derivative.inputs
+        self.inputs, self._price = derivative.inputs, price
         self.graph = Graph(
             forward,
             self.maker,
             pair,
             free,
-            free.intersection(select(self.inputs, is_lent)),
+            {v for v in free if place_of[v] is Place.LENT},
             self._keeping,
             self._fixed(readers, free),
             {v: frozenset(found) for v, found in readers.items()},
@@ -578,7 +571,7 @@ class Plan:
 
     def bytes_by_type(self, price: float) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
-        kept, _ = self.graph.choose(price)
+        kept = self.kept if price == self._price else self.graph.choose(price)[0]
         found = Counter[Any]()
         for v in kept:
             if v not in self.held:
@@ -813,14 +806,12 @@ class Planned(HookedFunction):
     def __init__(
         self,
         jaxpr: Any,
-        outside: Sequence[bool | None],
+        places: Sequence[Place],
         name: str,
         around: Surroundings,
         warn: Callable[[str], None] | None = None,
-        is_lent: Sequence[bool] = (),
     ) -> None:
-        self.jaxpr, self.outside, self.name, self.around, self._warn = jaxpr, outside, name, around, warn
-        self._is_lent = is_lent or [False] * len(outside)
+        self.jaxpr, self._places, self.name, self.around, self._warn = jaxpr, places, name, around, warn
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
@@ -859,7 +850,7 @@ class Planned(HookedFunction):
         return plan
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
-        is_free = [x is not False and not is_one for x, is_one in zip(self.outside, self._is_lent, strict=True)]
+        is_free = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
         code, bodies = prepared(self.jaxpr, is_free, around, plans_bodies)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin = None
@@ -868,11 +859,11 @@ class Planned(HookedFunction):
             # What a loop carries is computed by the loop.
             loop = around.within[-1].primitive.name if around.within else ""
             carried = dataclasses.replace(outer, operation=loop)
-            pairs = zip(derivative.inputs, self.outside, strict=True)
-            given = {v: carried if x is False else Origin() for v, x in pairs}
+            pairs = zip(derivative.inputs, self._places, strict=True)
+            given = {v: carried if place is Place.COMPUTED else Origin() for v, place in pairs}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
-        return Plan(derivative, around.pair, self.outside, self._is_lent, self.name, origin, around.price, bodies)
+        return Plan(derivative, around.pair, self._places, self.name, origin, around.price, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         with outside_blocks():
@@ -888,7 +879,8 @@ class Planned(HookedFunction):
                     residuals[i : i + 1] = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         linear = PlannedPullback(plan, residuals, len(arrays) + len(further))
-        arrays = [*held(as_arrays(arrays), select(primals, list(map(bool, self.outside)))), *further]
+        not_computed = select(primals, [place is not Place.COMPUTED for place in self._places])
+        arrays = [*held(as_arrays(arrays), not_computed), *further]
         return values, linear, arrays, plan.derivative.nonzero
 
 
@@ -970,8 +962,8 @@ def call_planned(
     if any(map(is_ref, consts)):
         raise NotPlannedError("it closes over a jax.Ref")
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
-    places = [None if is_staging() and not is_tracer(x) else True for x in consts] + [True] * len(tensors)
-    planned = Planned(jaxpr, places, name, Surroundings(pair, entry), warn)
+    places = [Place.CONSTANT if is_staging() and not is_tracer(x) else Place.OUTSIDE for x in consts]
+    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, Surroundings(pair, entry), warn)
     with set_current_trace(without_pass_through(current_trace())):
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)

@@ -55,7 +55,7 @@ from pylayer_jax._jax.types import (
 )
 
 from .active import PLANNED, SUSPENDED, active, hooks_suspended
-from .pack import Origin, Pair, pack_tensor, restored, roundings_of, steps_for
+from .pack import Origin, Pair, Place, pack_tensor, restored, roundings_of, steps_for
 from .primitives import UNKNOWN
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -90,10 +90,9 @@ class Lent(Identity):
 
     name = "lent"
 
-    def __init__(self, types: Sequence[Any], functions: Sequence[Any], is_lent: Sequence[bool]) -> None:
+    def __init__(self, types: Sequence[Any], functions: Sequence[Any], positions: Sequence[int]) -> None:
         super().__init__(types)
-        self.functions = functions  # the planned bodies
-        self.positions = [i for i, is_one in enumerate(is_lent) if is_one]  # among their inputs
+        self.functions, self.positions = functions, positions  # the planned bodies, and which of their inputs
 
 
 def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
@@ -191,13 +190,13 @@ class Saver:
         self,
         pair: Pair | None = None,
         layer: str = "",
-        outside: Sequence[bool | None] = (),
+        places: Sequence[Place] = (),
         is_exact: bool = False,
         is_inner: bool = False,
     ) -> None:
         self.pair = pair  # None in a decorated function: its plan packs
         self.layer = layer
-        self.outside = outside  # whether each input comes from outside the block; None for a constant
+        self.places = places  # of the inputs
         self.is_exact = is_exact  # whether tensors stay as they are if hooks would round them
         self.is_inner = is_inner  # whether a jitted function in the block applies the layer: its plan packs
 
@@ -224,8 +223,7 @@ class Saver:
         outputs: Sequence[Any],
     ) -> tuple[PackedTensors, list[Any], list[Any]]:
         is_program = is_staging()
-        given = list(zip(inputs, self.outside, strict=False))
-        left = {id(x) for x, place in given if place is None or (place and not pair.packs_arguments)}
+        left = {id(x) for x, place in zip(inputs, self.places, strict=False) if pair.leaves(place)}
         residual_of: dict[int, Any] = {}
         with hooks_suspended():
             for i, x in enumerate(tensors):
