@@ -317,7 +317,7 @@ class PyLayer:
         call.saver = _hooks.saver_of(cls.__name__, tensors, is_exact=cls.host is True)
         traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
         # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
-        with contextlib.nullcontext() if call.saver is None else _hooks.layers_pack_themselves():
+        with contextlib.nullcontext() if call.saver is None else _hooks.past_blocks():
             try:
                 values = _bind(traced_call, tensors, state)
             except jax.errors.UnexpectedTracerError as error:

@@ -28,7 +28,6 @@ from .active import hooks_ignored as hooks_ignored
 from .active import is_reported as is_reported
 from .block import disable_saved_tensors_hooks as disable_saved_tensors_hooks
 from .block import saved_tensors_hooks as saved_tensors_hooks
-from .operations import layers_pack_themselves as layers_pack_themselves
 from .operations import mark_as_computed as mark_as_computed
 from .operations import saver_of as saver_of
 from .origins import LayerFunction as LayerFunction
@@ -39,3 +38,4 @@ from .pack import Origin as Origin
 from .planned import stage_named as stage_named
 from .saving import held as held
 from .saving import keeps_residuals as keeps_residuals
+from .saving import past_blocks as past_blocks

@@ -284,11 +284,6 @@ def saver_of(layer: str, operands: Sequence[Any], is_exact: bool) -> Saver | Non
     return Saver(pair, layer, [] if is_inner else list(map(trace.place_of, operands)), is_exact, is_inner)
 
 
-def layers_pack_themselves() -> Any:
-    # JAX bypasses the trace of the block, which would pack the tensors of the layer again.
-    return set_current_trace(without_pass_through(current_trace()))
-
-
 def mark_as_computed(values: Sequence[Any]) -> None:
     if isinstance(trace := current_trace(), BlockTrace):
         trace.put_place(values, Place.COMPUTED)

@@ -119,10 +119,9 @@ def as_it_is(v: Any) -> Keeping:
 class Made(NamedTuple):
     """What is known about a value that backward has or computes."""
 
-    # The kept variables with an error from which it is computed, each with how many times it has their relative error.
-    degrees: dict[Any, float]
+    degrees: dict[Any, float]  # the kept variables with an error from which it is computed, each with its degree
     roundings: frozenset[Rounding]
-    operations: frozenset[Any]  # those with which it shares the tensors that they keep
+    operations: frozenset[Any]  # those whose derivatives keep all that it is computed from
     steep: frozenset[Any]  # the variables whose equations may have enlarged an error
     by: str  # the primitive that computes it again; "" for a kept variable
 
@@ -156,8 +155,10 @@ class Graph:
         self._operation_of = operation_of  # variable -> the operation of its equation
         self._keeping, self._of_keeping = keeping, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
-        self._lender: dict[Any, Any] = {v: v for v in lent}  # a lent input, or a view of it -> the input
+        self.inputs_of = {v: [v] for v in outside}  # a free input, or a view of such -> the inputs
         self.free, self.views = self._free_and_views(outside)
+        lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
+        self._lender = {v: inputs[0] for v, inputs in lenders.items() if inputs}
         # What backward must not make because of errors, where costly equations may not and may be repeated.
         self._forbidden = {False: set[Any](), True: set[Any]()}
         # Jitted functions of JAX hold numbers as other dtypes.
@@ -174,8 +175,8 @@ class Graph:
             of_floats = [x for x in read if has_tangent(x.aval)] or read
             if ROWS[e.primitive.name].is_view and read and all(x in free or x in views for x in of_floats):
                 (free if free.issuperset(read) else views).update(e.outvars)
-                lenders = [self._lender[x] for x in read if x in self._lender]
-                self._lender |= dict.fromkeys(e.outvars, lenders[0]) if lenders else {}
+                inputs = [v for x in read for v in self.inputs_of.get(x, ())]
+                self.inputs_of |= dict.fromkeys(e.outvars, inputs)
         return free, views
 
     @functools.cached_property
@@ -196,7 +197,7 @@ class Graph:
             if e.primitive.name == "broadcast_in_dim" and read:
                 (x,), last = read, len(e.outvars[0].aval.shape) - 1
                 dims = e.params["broadcast_dimensions"]
-                is_uniform = last not in dims or (dims[-1] == last and x in found)
+                is_uniform = last not in dims or x in found
             else:
                 row = ROWS[e.primitive.name]  # a transpose is none
                 is_uniform = bool(read and row.recomputed and not row.is_move) and found.issuperset(read)
@@ -217,20 +218,19 @@ class Graph:
     def keeping(self, v: Any) -> Keeping:
         if v not in self._of_keeping:
             found = as_it_is(v) if v in self.views else self._keeping(v)
-            is_judged = self.pair.recomputes and bool(found.roundings)
-            if is_judged and n_bytes(v.aval) < SMALL * self.reach.get(v, 0):
-                # A rounded mean would move all that is computed from it.
-                # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
-                found = as_it_is(v)
-            self._of_keeping[v] = found
+            # A rounded mean would move all that is computed from it.
+            # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
+            is_judged = bool(found.roundings) and self.pair.recomputes
+            is_mean = is_judged and n_bytes(v.aval) < SMALL * self.reach.get(v, 0)
+            self._of_keeping[v] = as_it_is(v) if is_mean else found
         return self._of_keeping[v]
 
-    def may_make(self, v: Any, allows_costly: bool = False) -> bool:
+    def may_make(self, v: Any, allows_costly: bool) -> bool:
         """Return whether backward may compute a variable again, whatever the errors of its operands."""
         e = self.maker.get(v)
         if e is None or v in self._forbidden[allows_costly] or v in self.fixed:
             return False
-        if v in self.free or v in self.views:
+        if v in self.views:
             return True
         row = ROWS[e.primitive.name]
         if allows_costly and self._may_repeat(e, v):
@@ -340,7 +340,7 @@ class Graph:
         inexact = [x for x in operands if x.roundings]
         shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
-        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
+        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands, ignores_steep=False)):
             steep |= {v}
         row, degrees = ROWS[name], dict[Any, float]()
         for x in inexact:
@@ -355,7 +355,7 @@ class Graph:
             name,
         )
 
-    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool = False) -> list[Operand]:
+    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool) -> list[Operand]:
         own = self._operation_of[e.outvars[0]]
 
         def distance(x: Made) -> int:
@@ -381,15 +381,11 @@ class Graph:
         recomputed = ROWS[e.primitive.name].recomputed
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
-        if None in conditions:
-            return {v}
-        judged = self._operands(e, operands)
-        if all(c(e, judged) for c in conditions if c):
-            return None
-        # Without the large factor before it, this one would do: keep the value behind the factor.
-        judged = self._operands(e, operands, ignores_steep=True)
-        if all(c(e, judged) for c in conditions if c):
-            return set(result.steep) - {v} or {v}
+        for ignores_steep in (False, True):
+            judged = self._operands(e, operands, ignores_steep)
+            if all(condition is not None and condition(e, judged) for condition in conditions):
+                # Without a large factor before it, this one would do: keep the value behind the factor.
+                return (set(result.steep) - {v} or {v}) if ignores_steep else None
         return {v}
 
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
@@ -417,14 +413,6 @@ def own_rounding(dtype: Any) -> Rounding:
     return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
 
 
-_TRANSCENDENTAL: Final = frozenset(
-    [
-        *("cbrt", "cos", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic"),
-        *("pow", "rsqrt", "sin", "sqrt", "tan", "tanh"),
-    ]
-)
-
-
 def cost_of(e: Any) -> float:
     """Return about how many operations an equation takes."""
     size = sum([_size(v.aval.shape) for v in e.outvars])
@@ -438,4 +426,4 @@ def cost_of(e: Any) -> float:
         return 2 * size * _size(kernel) / kernel[numbers.rhs_spec[0]]
     if name.startswith("reduce_") or name in ("cumsum", "argmax"):
         return sum([_size(x.aval.shape) for x in e.invars])
-    return size * (100 if name.startswith(("random_bits", "threefry")) else 10 if name in _TRANSCENDENTAL else 1)
+    return size * ROWS[name].operations

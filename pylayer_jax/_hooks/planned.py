@@ -37,6 +37,7 @@ from pylayer_jax._jax.jaxprs import (
     scan_counts,
     stage,
     variables,
+    with_jaxpr,
 )
 from pylayer_jax._jax.rule_function import (
     Values,
@@ -60,14 +61,12 @@ from pylayer_jax._jax.traces import (
     is_staging,
     is_tracer,
     set_current_trace,
-    without_pass_through,
 )
 from pylayer_jax._jax.types import (
     as_arrays,
     is_key,
     is_nan_reported,
     is_ref,
-    tangent_type,
     typeof,
     unchecked,
 )
@@ -84,18 +83,18 @@ from .saving import (
     HookedFunction,
     Lent,
     Linearized,
-    Passage,
     Pullback,
     SavedByRule,
     Saver,
     UsersRule,
+    Vjp,
     behind_barrier,
     held,
     largest,
     mark_of,
     numbered,
     outside_blocks,
-    pulled,
+    past_blocks,
     waiting,
 )
 
@@ -111,12 +110,8 @@ def _key_of(e: Any, operands: Sequence[Any]) -> Any:
     """Return a key of what an equation computes, or None for one that may differ from an equal one."""
     if e.effects or e.primitive.name not in ROWS:
         return None
-    read = [_value_key(x.aval, x.val) if isinstance(x, Literal) else x for x in operands]
+    read = [(x.aval, np.asarray(x.val).tobytes()) if isinstance(x, Literal) else x for x in operands]
     return hashable((e.primitive, tuple(e.params.items()), tuple(read)))
-
-
-def _value_key(aval: Any, value: Any) -> Any:
-    return aval.shape, aval.dtype, aval.weak_type, np.asarray(value).tobytes()
 
 
 def _is_held(equation: Any, index: int) -> bool:
@@ -190,7 +185,7 @@ def _prepared_equation(
             return [e], []
         # Calls of one jitted function share its equations, and each keeps its own residuals.
         changed, bodies = prepared(code, is_free, around, plans_bodies)
-        return [e.replace(params={**params, "jaxpr": _with_consts(changed, params["jaxpr"])})], bodies
+        return [e.replace(params={**params, "jaxpr": with_jaxpr(params["jaxpr"], changed)})], bodies
     has_refs = not all(isinstance(x.aval, ShapedArray) for x in e.invars)
     if not plans_bodies or name not in BODIES or has_refs or any(j.constvars for j in inner):
         return [e], []
@@ -198,7 +193,7 @@ def _prepared_equation(
         return [e], []
     n_before = len(e.invars) - len(inner[0].invars)  # the index of a cond
     is_free = is_free[n_before:]
-    computed = Place.COMPUTED if name == "shard_map" else Place.LENT
+    computed = Place.COMPUTED if name == "shard_map" else Place.LENT  # a shard_map packs what it reads, in shards
     places = [Place.OUTSIDE if x else computed for x in is_free]
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
@@ -235,19 +230,14 @@ def _primitives_in(jaxpr: Any) -> frozenset[str]:
     return found
 
 
-def _with_consts(jaxpr: Any, like: Any) -> Any:
-    return like.replace(jaxpr=jaxpr) if hasattr(like, "jaxpr") and like.jaxpr is not like else jaxpr
-
-
 def _planned_body(body: Any, function: Planned | None) -> Any:
     """Return a jaxpr whose only equation is a planned function of this body."""
     if function is None:
         return as_parameter(body)
     inputs, outputs = [Var(v.aval) for v in body.invars], [Var(v.aval) for v in body.outvars]
-    call = _application(
-        function, body.eqns[0], inputs, outputs
-    )  # in the context of the body, as the mesh of a shard_map
-    call = call.replace(source_info=call.source_info.replace(name_stack=type(call.source_info.name_stack)()))
+    like = body.eqns[0]  # has the context of the body, as the mesh of a shard_map, but its own scopes
+    like = like.replace(source_info=like.source_info.replace(name_stack=type(like.source_info.name_stack)()))
+    call = _application(function, like, inputs, outputs)
     return as_parameter(body.replace(invars=inputs, outvars=outputs, eqns=[call]))
 
 
@@ -270,22 +260,18 @@ class Derivative:
 
     def __init__(self, run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> None:
         def forward(*args: Any) -> tuple[list[Any], Any]:
-            passage = Passage(lambda *given: run(*merge(nonzero, given, args)))
-            values, pullback = jax.vjp(passage, *select(args, nonzero))
-            leaves, treedef = jax.tree_util.tree_flatten(pullback)
-            return [*values, *as_arrays(leaves)], (passage, treedef, list(map(typeof, values)))
+            vjp = Vjp(name)
+            values, residuals = vjp.residuals(run, args, nonzero)
+            return [*values, *residuals], vjp
 
         with active(PLANNED):
             # `consts`: concrete arrays that rules of users close over, the first operands of the forward pass.
-            jaxpr, self.consts, (self._passage, self._treedef, self.value_types) = stage(forward, types, name)
-        self.name = name
-        self.nonzero = self._passage.nonzero  # for each value: whether it has a tangent
+            jaxpr, self.consts, self.vjp = stage(forward, types, name)
         self.calls_of: dict[Any, Any] = {}  # result of an equation, of all passes -> the jitted functions around it
         self.operation_of: dict[Any, Any] = {}  # the same -> a key of the operation that the equation belongs to
         self.forward, self.marks = self._simplified(jaxpr)  # operands -> values, residuals
-        n = len(self.value_types)
+        n = len(self.vjp.value_types)
         self.outputs, self.residuals = self.forward.outvars[:n], self.forward.outvars[n:]
-        self.cotangent_types = [tangent_type(t) for t in select(self.value_types, self.nonzero)]
         self.inputs = self.forward.invars[len(self.consts) :]
         self._passes: dict[Any, Pass] = {}
 
@@ -325,7 +311,7 @@ class Derivative:
         """Return the residuals that backward reads, each with the operations whose derivatives read it."""
         residuals = variables(self.residuals)
         try:
-            backward = self.backward([True] * len(self.cotangent_types))
+            backward = self.backward([True] * len(self.vjp.cotangent_types))
         except Exception:
             # An output may have no derivative, or none for these cotangents. Backward raises this error if it runs.
             # tests: integrations/test_solvers.py::test_implicit_gradients
@@ -341,13 +327,12 @@ class Derivative:
         n = len(self.residuals)
 
         def run(*args: Any) -> tuple[Values, list[bool]]:
-            pullback = jax.tree_util.tree_unflatten(self._treedef, args[:n])
-            found = pulled(pullback, self._passage, scatter(args[n:], used), self.value_types, self.name)
+            found = self.vjp.gradients(args[:n], scatter(args[n:], used))
             reached = [x is not None for x in found]
             return select(found, reached), reached
 
         with active(PLANNED):
-            types = [*[v.aval for v in self.residuals], *select(self.cotangent_types, used)]
+            types = [*[v.aval for v in self.residuals], *select(self.vjp.cotangent_types, used)]
             code, consts, reached = stage(run, types, "backward")
         own, inputs = code.invars[: len(consts)], code.invars[len(consts) :]
         jaxpr, _ = self._simplified(code, dict(zip(inputs, self.residuals, strict=False)))
@@ -475,18 +460,18 @@ class Plan:
                 v = e.invars[0]
             if v not in free:
                 keeping = self._keeping(v)
-                found[v] = as_it_is(v) if is_exact and any(r != UNKNOWN for r in keeping.roundings) else keeping
+                found[v] = as_it_is(v) if is_exact and keeping.roundings - {UNKNOWN} else keeping
 
         for v in self.derivative.marks:
-            if v in residuals and (exact := self._saved(v)):
-                fix(v, any(exact))
+            if v in residuals and (saved := self._marks_of(v, SavedByRule)):
+                fix(v, any(mark.is_exact for mark in saved))
         for e in self.derivative.forward.eqns:
             for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
         if self.pair.only is not None and not self.pair.all_steps():  # it chooses what is computed again
-            ask = lambda v: lambda x: is_selected(self.pair.only, x, self.where(v), self.origin(v))  # noqa: E731
-            found |= {v: as_it_is(v) for v in residuals if v not in free and not self._asked(v, ask(v))}
+            asked = [v for v in residuals if v not in free]
+            found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
 
     def _needed(self, residuals: Collection[Any]) -> dict[Any, None]:
@@ -507,31 +492,19 @@ class Plan:
         plans = [(f.plan, mark.positions[i]) for mark, i in marks for f in mark.functions if f and f.plan]
         return [(plan, plan.inputs[position]) for plan, position in plans]
 
-    def _saved(self, v: Any) -> list[bool]:
-        """Return, for each rule of a user that saves a variable, here or in a body, whether it must not be rounded."""
-        found = [mark.is_exact for mark, _ in self.derivative.marks.get(v, ()) if isinstance(mark, SavedByRule)]
-        return found + [plan.saved_inputs[x] for plan, x in self._lent_to(v) if x in plan.saved_inputs]
+    def _marks_of(self, v: Any, kind: type[Any]) -> list[Any]:
+        """Return the marks of a kind that a variable has, here or in a body."""
+        found = [mark for mark, _ in self.derivative.marks.get(v, ()) if isinstance(mark, kind)]
+        return found + [mark for plan, x in self._lent_to(v) for mark in plan.marks_of_input(x, kind)]
 
-    def _is_exact(self, v: Any) -> bool:
-        """Return whether another decorated function, here or in a body, computes from a variable again."""
-        is_marked = any(isinstance(mark, Exact) for mark, _ in self.derivative.marks.get(v, ()))
-        return is_marked or any(plan._is_exact(x) for plan, x in self._lent_to(v))
+    def marks_of_input(self, x: Any, kind: type[Any]) -> list[Any]:
+        """Return the marks of a free input and its views, so that a plan around this one respects them."""
+        # tests: test_rules_that_compare_what_they_saved
+        return [mark for v in self.derivative.marks for mark in self._marks_of(v, kind) if x in self._inputs_of(v)]
 
-    def _inputs_of(self, v: Any) -> list[Any]:
+    def _inputs_of(self, v: Any) -> Sequence[Any]:
         """Return the free inputs from which a free variable follows."""
-        if v not in self.graph.free:
-            return []
-        return [x for y in variables(self.maker[v].invars) for x in self._inputs_of(y)] if v in self.maker else [v]
-
-    @functools.cached_property
-    def saved_inputs(self) -> dict[Any, bool]:
-        """Return the free inputs that rules of users save, and whether these must not be rounded."""
-        # A plan around this body must not compute them again. tests: test_rules_that_compare_what_they_saved
-        is_exact_of: dict[Any, bool] = {}
-        for v in self.derivative.marks:
-            if exact := self._saved(v):
-                is_exact_of |= {x: any(exact) or is_exact_of.get(x, False) for x in self._inputs_of(v)}
-        return is_exact_of
+        return self.graph.inputs_of[v] if v in self.graph.free else ()
 
     @functools.cached_property
     def exact_inputs(self) -> set[Any]:
@@ -540,20 +513,20 @@ class Plan:
         return {x for v in read for x in self._inputs_of(v)}
 
     def _keeping(self, v: Any) -> Keeping:
-        is_exact = v in self.derivative.marks and self._is_exact(v)
-        if is_exact or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
+        if self._marks_of(v, Exact) or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
             return as_it_is(v)
         type_ = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if type_ not in self._keeping_of:
-            steps = self._asked(v, lambda x: steps_for(self.pair, x, self.where(v), self.origin(v)))
+            steps = self._asked(v, steps_for, self.pair)
             self._keeping_of[type_] = Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
         return self._keeping_of[type_]
 
-    def _asked(self, v: Any, question: Callable[[Any], Any]) -> Any:
-        """Return the answer of a predicate, which gets a tracer, as under `jax.jit`."""
+    def _asked(self, v: Any, question: Callable[..., Any], of: Any) -> Any:
+        """Return the answer of the predicates, which get a tracer, as under `jax.jit`."""
+        ask = lambda x: question(of, x, self.where(v), self.origin(v))  # noqa: E731
         if not self.pair.predicates():
-            return question(v.aval)
-        _, _, answer = stage(lambda x: ([], question(x)), [v.aval], "only")
+            return ask(v.aval)
+        _, _, answer = stage(lambda x: ([], ask(x)), [v.aval], "only")
         return answer
 
     def where(self, v: Any) -> str:
@@ -601,7 +574,7 @@ class Plan:
         jaxpr, derivative = self.derivative.forward, self.derivative
         is_checked, is_program = is_reported.value or is_nan_reported(), any(map(is_staged, primals))
         values: dict[Any, Any] = dict(zip(jaxpr.invars, [*derivative.consts, *primals], strict=True))
-        run = _Run(derivative, values, {} if is_checked or is_program else self._last_rows())
+        run = _Run(derivative, values, {} if is_checked or is_program else self._last_rows)
         residual_of: dict[Any, Any] = {}
 
         def pack(computed: Sequence[Any], row: int) -> None:
@@ -625,6 +598,7 @@ class Plan:
         self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
 
+    @functools.cached_property
     def _last_rows(self) -> dict[Any, int]:
         rows = [[*variables(e.invars), *self._packed.intersection(e.outvars)] for e in self.forward_equations]
         returned = [*variables(self.derivative.outputs), *self.free, *[v for v in self.kept if v not in self._packed]]
@@ -644,6 +618,15 @@ class Plan:
                 from_ = (", ".join(names) or "inputs") if v in self.made else None
                 found += apply(Mark(typeof(values[v]), self.origin(v), from_), [values[v]])
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
+
+    def run_backward(self, places: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """`places`: for each free or kept variable, positions among the residuals in place of arrays."""
+        with outside_blocks():
+            used = [c is not None for c in cotangents]
+            found = tree_map(as_arrays(residuals).__getitem__, list(places))
+            residual_of = dict(zip([*self.free, *self.kept], found, strict=True))
+            backward = self.derivative.backward(used)
+            return _BackwardRun(self, backward, residual_of, select(cotangents, used)).run()
 
     def _with_residual(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
@@ -785,21 +768,6 @@ class _BackwardRun:
         return list(order.values()), arrays_of
 
 
-class PlannedPullback(Pullback):
-    def __init__(self, plan: Plan, residuals: Sequence[Any], n_arrays: int) -> None:
-        self.name, self._plan, self._residuals = plan.name, plan, residuals
-        self.n_residuals = n_arrays
-        self.types = plan.derivative.cotangent_types
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        with outside_blocks():
-            used = [c is not None for c in cotangents]
-            found = tree_map(as_arrays(residuals).__getitem__, self._residuals)
-            residual_of = dict(zip([*self._plan.free, *self._plan.kept], found, strict=True))
-            backward = self._plan.derivative.backward(used)
-            return _BackwardRun(self._plan, backward, residual_of, select(cotangents, used)).run()
-
-
 class Planned(HookedFunction):
     """A decorated function that is planned as a whole, or the body of a loop in it."""
 
@@ -873,15 +841,16 @@ class Planned(HookedFunction):
             values, residuals, further = plan.run_forward(primals)
         for i, v in enumerate(plan.free if active.value is PLANNED and not self.around.within else ()):
             if is_tracer(residuals[i]):  # in another decorated function, which may pack or recompute it
-                types, is_exact = [typeof(residuals[i])], plan.saved_inputs.get(v)
-                marks: list[Any] = [] if is_exact is None else [SavedByRule(types, is_exact=is_exact)]
+                types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
+                marks: list[Any] = [SavedByRule(types, is_exact=any(mark.is_exact for mark in saved))] if saved else []
                 for mark in [*marks, *([Exact(types)] if v in plan.exact_inputs else [])]:
-                    residuals[i : i + 1] = apply(mark, [residuals[i]])
+                    (residuals[i],) = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
-        linear = PlannedPullback(plan, residuals, len(arrays) + len(further))
+        transpose = functools.partial(plan.run_backward, residuals)
+        linear = Pullback(plan.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
         not_computed = select(primals, [place is not Place.COMPUTED for place in self._places])
         arrays = [*held(as_arrays(arrays), not_computed), *further]
-        return values, linear, arrays, plan.derivative.nonzero
+        return values, linear, arrays, plan.derivative.vjp.nonzero
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
@@ -964,6 +933,6 @@ def call_planned(
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
     places = [Place.CONSTANT if is_staging() and not is_tracer(x) else Place.OUTSIDE for x in consts]
     planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, Surroundings(pair, entry), warn)
-    with set_current_trace(without_pass_through(current_trace())):
+    with past_blocks():
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)

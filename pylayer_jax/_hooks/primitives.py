@@ -179,9 +179,10 @@ class Row(NamedTuple):
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again
-    # How many times its result has a relative error that its operand has so many times; of a product, these add up.
-    degree: Callable[[Any, float], float] | None = None  # as often, if there is none
-    adds_degrees: bool = False
+    operations: int = 1  # about how many it takes for an element of the result; products and reductions take more
+    # If an operand is x(1 + e)ᵈ, the result is y(1 + e)ᶜ with the degree c: of the equation and d; d, if it is None.
+    degree: Callable[[Any, float], float] | None = None
+    adds_degrees: bool = False  # whether c is the sum for all operands, as of a product; else it is that of the largest
 
 
 KEPT: Final = Row()
@@ -224,8 +225,9 @@ def _rows() -> dict[str, Row]:
         **row("concatenate pad reduce_sum", keeps_nothing=True, costs=True),
         **row("cumsum cumlogsumexp cummax cummin cumprod gather", costs=True),
         **row("reduce_and reduce_max reduce_min reduce_or", costs=True),
-        **row("bitcast_convert_type random_bits random_fold_in random_seed random_unwrap random_wrap", costs=True),
-        **row("shift_left shift_right_arithmetic shift_right_logical threefry2x32", costs=True),
+        **row("bitcast_convert_type random_fold_in random_seed random_unwrap random_wrap", costs=True),
+        **row("shift_left shift_right_arithmetic shift_right_logical", costs=True),
+        **row("random_bits threefry2x32", costs=True, operations=100),
         **row("neg", everywhere, keeps_nothing=True),
         **row("add add_any sub", sums, keeps_nothing=True),
         **row(
@@ -240,12 +242,12 @@ def _rows() -> dict[str, Row]:
         # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
         **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
         **row("abs clamp max min select_n", elementwise(_within)),
-        **row("logistic", elementwise(_of_formula)),
-        **row("erf tanh", elementwise(_of_formula), degree=lambda _, d: min(d, 1)),
-        **row("cbrt", elementwise()),
-        **row("rsqrt sqrt", elementwise(), amplifies=True, degree=lambda _, d: d / 2),
-        **row("exp exp2 expm1 log log1p pow", only_exact, amplifies=True),
-        **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact),
+        **row("logistic", elementwise(_of_formula), operations=10),
+        **row("erf tanh", elementwise(_of_formula), operations=10, degree=lambda _, d: min(d, 1)),
+        **row("cbrt", elementwise(), operations=10),
+        **row("rsqrt sqrt", elementwise(), operations=10, amplifies=True, degree=lambda _, d: d / 2),
+        **row("exp exp2 expm1 log log1p pow", only_exact, operations=10, amplifies=True),
+        **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, operations=10),
         **row("and not or xor", of_integers),
         **row("eq ge gt le lt ne", of_integers, decides=True),
         **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),

@@ -80,7 +80,7 @@ class SavedByRule(Identity):
 
 
 class Exact(Identity):
-    """Marks what a decorated function gets from another one, and computes from again: it must not be rounded."""
+    """Marks what a decorated function gets from another one, and computes from again: kept as it is, if at all."""
 
     name = "exact"
 
@@ -124,29 +124,34 @@ def outside_partial_evaluation(primals: Sequence[Any]) -> Any:
     return set_current_trace(without_pass_through(trace_of_primals(primals)))
 
 
+def past_blocks() -> Any:
+    """Set the trace that code outside of all blocks would have."""
+    return set_current_trace(without_pass_through(current_trace()))
+
+
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
+    with hooks_suspended(), past_blocks():
         yield
 
 
-class PackedTensors:
+class PackedTensors(NamedTuple):
     """The residuals of tensors, with positions in place of the arrays, which JAX keeps."""
 
-    def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
-        self._residuals, self.n_arrays = residuals, n_arrays
+    residuals: Sequence[Any]
+    n_arrays: int
 
     @property
     def owners(self) -> list[int]:
         """For each array: the index of the first tensor that backward restores from it."""
-        pairs = [(i, owner) for owner, residual in enumerate(self._residuals) for i in tree_leaves(residual)]
+        pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in tree_leaves(residual)]
         return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        return UnpackedTensors(self._residuals, arrays, cotangents)
+        return UnpackedTensors(self.residuals, arrays, cotangents)
 
 
-class UnpackedTensors(Sequence[Any]):
+class UnpackedTensors:
     """The tensors that a layer or a rule keeps, each unpacked when first read; in staged code, after the cotangents."""
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
@@ -155,10 +160,7 @@ class UnpackedTensors(Sequence[Any]):
         self._waiting: dict[int, Any] = {}  # position -> the array behind a barrier
         self._done: dict[int, Any] = {}  # id of a residual -> its tensor
 
-    def __len__(self) -> int:
-        return len(self._residuals)
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Any:
         residual = self._residuals[index]
         if not isinstance(residual, Partial):
             return self._waiting.get(residual, self._arrays[residual])
@@ -171,7 +173,7 @@ class UnpackedTensors(Sequence[Any]):
     def all(self) -> list[Any]:
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
         self._wait(tree_leaves(list(self._residuals)))
-        return list(self)
+        return [self[i] for i in range(len(self._residuals))]
 
     def _wait(self, positions: Collection[int]) -> None:
         positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
@@ -210,41 +212,28 @@ class Saver:
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
                 return None, list(tensors), list(outputs)
-            packed, arrays, outputs = self._packed(self.pair, owner, names, inputs, tensors, outputs)
-            return packed, held(arrays, inputs), outputs
+            inputs_of = zip(inputs, self.places, strict=False)
+            residual_of = {id(x): x for x, place in inputs_of if self.pair.leaves(place)}
+            with hooks_suspended():
+                for i, x in enumerate(tensors):
+                    if id(x) not in residual_of:
+                        where, origin = f"{owner} {i}", Origin(layer=self.layer, name=names[i] if names else "")
+                        residual_of[id(x)] = self._packed(self.pair, x, where, origin)
+            is_packed = {key for key, x in residual_of.items() if isinstance(x, Partial)}
+            outputs, bound = behind_barrier(outputs, list(residual_of.values()))
+            residual_of = dict(zip(residual_of, bound, strict=True))
+            arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
+            arrays += largest({id(x): x for x in tensors if id(x) in is_packed}.values())
+            return PackedTensors(residuals, len(arrays)), held(arrays, inputs), outputs
 
-    def _packed(
-        self,
-        pair: Pair,
-        owner: str,
-        names: Sequence[str],
-        inputs: Sequence[Any],
-        tensors: Sequence[Any],
-        outputs: Sequence[Any],
-    ) -> tuple[PackedTensors, list[Any], list[Any]]:
-        is_program = is_staging()
-        left = {id(x) for x, place in zip(inputs, self.places, strict=False) if pair.leaves(place)}
-        residual_of: dict[int, Any] = {}
-        with hooks_suspended():
-            for i, x in enumerate(tensors):
-                # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
-                is_constant = is_program and not is_tracer(x)
-                if id(x) in left or is_constant or is_ref(x) or is_key(x) or 0 in np.shape(x):
-                    residual_of[id(x)] = x
-                if id(x) in residual_of:
-                    continue
-                (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
-                where, origin = f"{owner} {i}", Origin(layer=self.layer, name=names[i] if names else "")
-                steps = steps_for(pair, array, where, origin)
-                is_rounded = any(r != UNKNOWN for r in roundings_of(steps, array))
-                packed = pack_tensor(pair, () if self.is_exact and is_rounded else steps, array, where, origin)
-                residual_of[id(x)] = packed
-        is_packed = {key for key, x in residual_of.items() if isinstance(x, Partial)}
-        outputs, bound = behind_barrier(outputs, list(residual_of.values()))
-        residual_of = dict(zip(residual_of, bound, strict=True))
-        arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
-        arrays += largest({id(x): x for x in tensors if id(x) in is_packed}.values())
-        return PackedTensors(residuals, len(arrays)), arrays, outputs
+    def _packed(self, pair: Pair, x: Any, where: str, origin: Origin) -> Any:
+        # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
+        if (not is_tracer(x) and is_staging()) or is_ref(x) or is_key(x) or 0 in np.shape(x):
+            return x
+        (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
+        steps = steps_for(pair, array, where, origin)
+        is_left = self.is_exact and roundings_of(steps, array) - {UNKNOWN}  # hooks of users get all that layers save
+        return pack_tensor(pair, () if is_left else steps, array, where, origin)
 
 
 def numbered(residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -308,9 +297,6 @@ class HookedFunction(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]
         given = select(tangents, nonzero)
-        if not any(nonzero):
-            values = apply(self, primals)
-            return values, [None] * len(values)
         if not keeps_residuals(given):
             run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
             values, found = jax.jvp(run, select(primals, nonzero), given)
@@ -338,19 +324,30 @@ class UsersRule(HookedFunction):
         return super().batch(axis, dims, types)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
-        passage = Passage(lambda *args: self.run(*merge(nonzero, args, primals)))
+        vjp = Vjp(self.name)
         with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
-            values, pullback = jax.vjp(passage, *select(primals, nonzero))
-        leaves, treedef = jax.tree_util.tree_flatten(pullback)
+            values, residuals = vjp.residuals(self.run, primals, nonzero)
         owner = f"the operation {self.name}, residual"
-        packed, arrays, values = self._saver.save(owner, (), primals, as_arrays(leaves), values)
-        types = [typeof(v) for v in values]
-        linear = _RulePullback(self.name, packed, treedef, passage, len(arrays), types)
-        return values, linear, arrays, passage.nonzero
+        packed, arrays, values = self._saver.save(owner, (), primals, residuals, values)
+
+        def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+            if packed is None:
+                return vjp.gradients(residuals, cotangents)
+            with outside_blocks():
+                unpacked = packed.unpack(residuals, cotangents)
+                return vjp.gradients(unpacked.all(), unpacked.cotangents)
+
+        return values, Pullback(self.name, len(arrays), vjp.cotangent_types, transpose), arrays, vjp.nonzero
 
 
 class Pullback(LinearMap):
     """A linear map that is given by its transpose."""
+
+    def __init__(self, name: str, n_residuals: int, types: Sequence[Any], transpose: Callable[..., Values]) -> None:
+        self.name, self.n_residuals, self.types, self._transpose = name, n_residuals, types, transpose
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self._transpose(residuals, cotangents)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         def transposed(*cotangents: Any) -> Values:
@@ -361,41 +358,50 @@ class Pullback(LinearMap):
         return list(jax.linear_transpose(transposed, *types)(list(tangents)))
 
 
-class _RulePullback(Pullback):
-    def __init__(
-        self,
-        name: str,
-        packed: PackedTensors | None,
-        treedef: Any,
-        passage: Passage,
-        n_residuals: int,
-        value_types: Sequence[Any],
-    ) -> None:
-        self.name, self.n_residuals, self._packed = name, n_residuals, packed
-        self._treedef, self._passage, self._value_types = treedef, passage, value_types
-        self.types = [tangent_type(t) for t in select(value_types, passage.nonzero)]
+class Vjp:
+    """The result of `jax.vjp` without its residuals. Tangents and cotangents that are zero are None."""
 
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        with contextlib.nullcontext() if self._packed is None else outside_blocks():
-            if self._packed is not None:
-                unpacked = self._packed.unpack(residuals, cotangents)
-                residuals, cotangents = unpacked.all(), unpacked.cotangents
-            pullback = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
-            return pulled(pullback, self._passage, cotangents, self._value_types, self.name)
-
-
-class Passage:
-    """What is known of a function that `jax.vjp` differentiates between two gates."""
-
-    def __init__(self, run: Callable[..., Values]) -> None:
-        self._run: Any = run
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.nonzero: list[bool] = []  # for each value: whether it has a tangent
 
-    def __call__(self, *args: Any) -> Values:
-        run, self._run = self._run, None  # it holds tracers
-        values = run(*apply(_Gate([typeof(x) for x in args], self, True), args))
-        self.nonzero = [False] * len(values)
-        return apply(_Gate([typeof(x) for x in values], self, False), values)
+    def residuals(
+        self, run: Callable[..., Values], primals: Sequence[Any], nonzero: Sequence[bool]
+    ) -> tuple[Values, list[Any]]:
+        """Differentiate a function. Return its values, and the residuals."""
+
+        def gated(*args: Any) -> Values:
+            given = apply(_Gate([typeof(x) for x in args], self, True), args)
+            values = run(*merge(nonzero, given, primals))
+            self.nonzero = [False] * len(values)
+            return apply(_Gate([typeof(x) for x in values], self, False), values)
+
+        values, pullback = jax.vjp(gated, *select(primals, nonzero))
+        residuals, self._treedef = jax.tree_util.tree_flatten(pullback)
+        self.value_types = [typeof(v) for v in values]
+        self.cotangent_types = [tangent_type(t) for t in select(self.value_types, self.nonzero)]
+        return values, as_arrays(residuals)
+
+    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """Return the gradients for cotangents of the values that have a tangent."""
+        pullback: Any = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
+        pairs = zip(scatter(cotangents, self.nonzero), self.value_types, strict=True)
+        full = [full_cotangent(c, t) for c, t in pairs]
+        call, logs = _Call(frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None
+        token = _calls.set({**_calls.get({}), self: call})
+        try:
+            if hasattr(pullback, "with_logs"):
+                found, logs = pullback.with_logs(full)
+            else:  # before jax 0.12
+                found = pullback(full)
+        finally:
+            _calls.reset(token)
+        if logs:  # only JAX's own primitives may pass logs on
+            raise TypeError(
+                f"the backward of the operation {self._name} returns the logs {sorted(map(str, logs))}, which a block "
+                "of hooks would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
+            )
+        return [x if i in call.reached else None for i, x in enumerate(found)]
 
 
 class _Call(NamedTuple):
@@ -406,7 +412,7 @@ class _Call(NamedTuple):
 
 
 # The calls that run: several threads may call one vjp function, and one call may lead to another.
-_calls: Final[contextvars.ContextVar[dict[Passage, _Call]]] = contextvars.ContextVar("calls")
+_calls: Final[contextvars.ContextVar[dict[Vjp, _Call]]] = contextvars.ContextVar("calls")
 
 
 class _Gate(Identity):
@@ -418,52 +424,31 @@ class _Gate(Identity):
 
     name = "gate"
 
-    def __init__(self, types: Sequence[Any], passage: Passage, is_entry: bool) -> None:
+    def __init__(self, types: Sequence[Any], vjp: Vjp, is_entry: bool) -> None:
         super().__init__(types)
-        self._passage, self._is_entry = passage, is_entry
+        self._vjp, self._is_entry = vjp, is_entry
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]
         if not self._is_entry:
-            self._passage.nonzero = nonzero
+            self._vjp.nonzero = nonzero
         given = select(tangents, nonzero)
-        return list(primals), scatter(apply_linear(_GateMap(self._passage, self._is_entry, given), [], given), nonzero)
+        return list(primals), scatter(apply_linear(_GateMap(self._vjp, self._is_entry, given), [], given), nonzero)
 
 
 class _GateMap(LinearMap):
     name = "gate"
     n_residuals = 0
 
-    def __init__(self, passage: Passage, is_entry: bool, tangents: Sequence[Any]) -> None:
-        self._passage, self._is_entry, self.types = passage, is_entry, list(map(typeof, tangents))
+    def __init__(self, vjp: Vjp, is_entry: bool, tangents: Sequence[Any]) -> None:
+        self._vjp, self._is_entry, self.types = vjp, is_entry, list(map(typeof, tangents))
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         return list(tangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        call = _calls.get({}).get(self._passage)
+        call = _calls.get({}).get(self._vjp)
         if call is not None and self._is_entry:
             call.reached.update(i for i, c in enumerate(cotangents) if c is not None)
         missing = () if call is None or self._is_entry else call.missing
         return [None if i in missing else c for i, c in enumerate(cotangents)]
-
-
-def pulled(pullback: Any, passage: Passage, cotangents: Sequence[Any], value_types: Sequence[Any], name: str) -> Values:
-    """Call the vjp function of a passage with the cotangents of those values that have a tangent. None means zero."""
-    pairs = zip(scatter(cotangents, passage.nonzero), value_types, strict=True)
-    full = [full_cotangent(c, t) for c, t in pairs]
-    call, logs = _Call(frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None
-    token = _calls.set({**_calls.get({}), passage: call})
-    try:
-        if hasattr(pullback, "with_logs"):
-            found, logs = pullback.with_logs(full)
-        else:  # before jax 0.12
-            found = pullback(full)
-    finally:
-        _calls.reset(token)
-    if logs:  # only JAX's own primitives may pass logs on
-        raise TypeError(
-            f"the backward of the operation {name} returns the logs {sorted(map(str, logs))}, which a block of hooks "
-            "would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
-        )
-    return [x if i in call.reached else None for i, x in enumerate(found)]

@@ -86,6 +86,11 @@ def as_parameter(jaxpr: Any) -> Any:
     return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def with_jaxpr(parameter: Any, jaxpr: Any) -> Any:
+    """Return the parameter of an equation with another jaxpr, and the same constants."""
+    return jaxpr if type(parameter) is type(jaxpr) else parameter.replace(jaxpr=jaxpr)
+
+
 def is_inlinable(params: dict[str, Any]) -> bool:
     """Return whether the operations of a jitted function may run outside `jax.jit`."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
