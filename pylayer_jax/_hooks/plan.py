@@ -356,18 +356,12 @@ class Graph:
         )
 
     def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool) -> list[Operand]:
-        own = self._operation_of[e.outvars[0]]
-
-        def distance(x: Made) -> int:
-            if own in x.operations or not x.roundings:
-                return SAME
-            return STEEP if x.steep and not ignores_steep else OTHER
-
+        own, steep = self._operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
         return [
             Operand(
                 a.val if is_literal(a) else self.numbers.get(a, a),
                 frozenset(x.degrees),
-                distance(x),
+                SAME if own in x.operations or not x.roundings else steep if x.steep else OTHER,
                 x.by,
                 not is_literal(a) and a in self.uniform,
             )

@@ -513,7 +513,8 @@ class Plan:
         return {x for v in read for x in self._inputs_of(v)}
 
     def _keeping(self, v: Any) -> Keeping:
-        if self._marks_of(v, Exact) or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
+        is_exact = v in self.derivative.marks and self._marks_of(v, Exact)
+        if is_exact or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
             return as_it_is(v)
         type_ = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if type_ not in self._keeping_of:

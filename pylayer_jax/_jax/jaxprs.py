@@ -217,7 +217,7 @@ def equations_to(
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
         # An equation may write to a `jax.Ref`, so it is also kept if a later kept equation reads one of its Refs.
-        is_read = any(v in read and v not in known for v in (*equation.outvars, *_refs(equation)))
+        is_read = read.intersection((*equation.outvars, *_refs(equation))) - known
         if is_read or (keeps_effects and equation.effects):
             equations.append(equation)
             read.update(variables(equation.invars))
