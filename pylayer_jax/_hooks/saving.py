@@ -373,8 +373,10 @@ class Vjp:
         def gated(*args: Any) -> Values:
             given = apply(_Gate([typeof(x) for x in args], self, True), args)
             values = run(*merge(nonzero, given, primals))
-            self.nonzero = [False] * len(values)
-            return apply(_Gate([typeof(x) for x in values], self, False), values)
+            values = apply(_Gate([typeof(x) for x in values], self, False), values)
+            # Not those of an outer derivative. tests: test_an_inner_derivative_that_reaches_nothing
+            self.nonzero = [is_tracer(x) and x._trace is args[0]._trace for x in values]
+            return values
 
         values, pullback = jax.vjp(gated, *select(primals, nonzero))
         residuals, self._treedef = jax.tree_util.tree_flatten(pullback)
@@ -430,8 +432,6 @@ class _Gate(Identity):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]
-        if not self._is_entry:
-            self._vjp.nonzero = nonzero
         given = select(tangents, nonzero)
         return list(primals), scatter(apply_linear(_GateMap(self._vjp, self._is_entry, given), [], given), nonzero)
 
