@@ -123,7 +123,9 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
 def _from_numpy(tensor: Any) -> jax.Array:
     # Copy: JAX may still read the array when the caller already changes it. It reads only the native byte order.
     native = np.asarray(tensor).dtype.newbyteorder("=")
-    return jnp.asarray(np.array(tensor, native))
+    array = jnp.asarray(np.array(tensor, native))
+    # `jax.grad(f)(2.0)` passes a number, whose type is weak. tests: test_a_number_stays_weakly_typed
+    return with_type(array, typeof(tensor)) if isinstance(tensor, (int, float, complex)) else array
 
 
 def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:

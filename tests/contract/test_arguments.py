@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import layer, loss
-from tests.kit.modes import MODES, RUNS, X, modes
+from pylayer_jax.packers import cast_saved
+from tests.kit.layers import Multiply, layer, loss
+from tests.kit.modes import EAGER_AND_JIT, MODES, RUNS, X, modes
 
 
 @modes
@@ -274,3 +275,11 @@ def test_entries_follow_the_signature_however_the_call_is_written(run, base):
 
     assert run(jax.grad(by_position))(x) == {"a": 1, "b": 2, "r": 3, "s": 4, "c": 5, "y": 6, "x": 7}
     assert run(jax.grad(by_name))(x) == {"a": 1, "b": 2, "c": 3, "y": 4, "r": 0, "s": 0, "x": 0}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("multiply", [Multiply.apply, cast_saved()(jnp.multiply)], ids=["layer", "pair"])
+def test_a_number_stays_weakly_typed(multiply, mode):
+    value, gradient = mode(jax.value_and_grad(lambda x: multiply(x, jnp.float16(2))))(2.0)
+    assert (value.dtype, gradient.dtype) == (jnp.float16, jnp.float32)
+    assert gradient.weak_type == (multiply != Multiply.apply)
