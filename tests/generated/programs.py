@@ -125,6 +125,7 @@ class Case(NamedTuple):
     returns_dict: bool = False
     is_forward: bool = False  # the second derivative is forward over reverse
     in_block: bool = False
+    argnums: tuple[int, ...] = (0, 1, 2)  # of the first derivative: of x, ws and b
 
     def loss(self, steps: tuple[Step, ...], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
         def program(x: Any, o: Outside) -> Any:
@@ -137,10 +138,10 @@ class Case(NamedTuple):
         return lambda x, *arrays: read(wrapped(x, Outside(*arrays)))
 
     def results(self, steps: tuple[Step, ...], wrap: Any = unchanged, change: float = 0) -> list[np.ndarray]:
-        """Return the values, and of order 1 and 2 the derivatives in x, ws and b, each for several inputs."""
+        """Return the values, and of order 1 and 2 the derivatives, each for several inputs."""
         loss = self.loss(steps, wrap)
         loss = jax.jit(loss) if self.staging == "jit inside" else loss
-        gradient = jax.grad(loss, (0, 1, 2))
+        gradient = jax.grad(loss, self.argnums)
         orders = lambda *a: (loss(*a),), lambda *a: (loss(*a), *gradient(*a)), lambda *a: self.second(gradient, *a)
         f = jax.jit(orders[self.order]) if self.staging == "jit" else orders[self.order]
         rows = []
@@ -277,6 +278,7 @@ def draw(seed: int, in_block: bool) -> tuple[tuple[Step, ...], Case]:
         returns_dict=rng.random() < 0.3,
         is_forward=rng.random() < 0.5,
         in_block=in_block,
+        argnums=rng.choice([(0, 1, 2), (0, 1, 2), (0,), (1,), (2,)]),
     )
     return draw_steps(rng, rng.choice([0, 0, 1, 1, 1, 2])), case
 
