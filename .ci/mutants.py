@@ -99,9 +99,10 @@ def mutant(source: str, number: int, change: Callable[[Any], ast.AST]) -> tuple[
     return ast.unparse(tree), getattr(target, "lineno", 0), f"{first(before)}  ->  {first(ast.unparse(changed))}"
 
 
-def run_tests(folder: pathlib.Path, timeout: float) -> str:
+def run_tests(folder: pathlib.Path, path: pathlib.Path, timeout: float) -> str:
+    tests = sorted(TESTS, key=lambda name: f"_{name}" not in path.parts)  # of a module in `_hooks`, tests/hooks first
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", MARKERS]
-    command += [f"tests/{name}" for name in TESTS]
+    command += [f"tests/{name}" for name in tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
@@ -135,7 +136,7 @@ def main() -> None:
             changed, line, what = mutant(sources[path], number, change)
             place.write_text(changed)
             begin = time.monotonic()
-            results.append(run_tests(folder, options.timeout))
+            results.append(run_tests(folder, place, options.timeout))
             place.write_text(sources[path])
             seconds = time.monotonic() - begin
             print(f"{results[-1]:14} {seconds:5.0f} s  {path.relative_to(ROOT)}:{line} {name}: {what}", flush=True)
