@@ -45,9 +45,9 @@ from ._subject import (
     exact,
     first_line,
     first_mismatch,
+    gathered,
     largest,
     named_outputs,
-    on_one_device,
     placed,
     random_like,
     random_signs,
@@ -298,7 +298,7 @@ def _compare_gradients(subject: Subject) -> Cases:
     if subject.reference is not None:
         if subject.base is None:
             yield from _compare_outputs(subject)
-        expected = subject.reference.named_gradients(on_one_device(subject.cotangents))
+        expected = subject.reference.named_gradients(jax.tree.map(gathered, subject.cotangents))
         yield subject.case("", subject.named_gradients, expected, "by the reference")
         return "match those of the reference"
     n_entries = sum(min(x.size, subject.options.limit) for x in subject.function.values)
@@ -607,7 +607,7 @@ def check_linear(subject: Subject) -> Cases:
     cases = _linearity_cases(subject, subject.function, subject.cotangents)
     mismatch = first_mismatch(cases)
     if mismatch is not None and subject.reference is not None:
-        reference_cases = _linearity_cases(subject, subject.reference, on_one_device(subject.cotangents))
+        reference_cases = _linearity_cases(subject, subject.reference, jax.tree.map(gathered, subject.cotangents))
         for case, reference_case in zip(cases, reference_cases, strict=True):
             yield subject.case(case.label, case.got, reference_case.got, "by the reference")
         return f"it is not, as that of the reference: {first_line(mismatch)}"

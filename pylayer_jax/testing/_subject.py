@@ -352,7 +352,7 @@ class Subject:
     @functools.cached_property
     def derivative(self) -> Subject:
         w = self.cotangents
-        reference = self.reference and self.reference.gradient_function(on_one_device(w), self.order)
+        reference = self.reference and self.reference.gradient_function(jax.tree.map(gathered, w), self.order)
         return Subject(self.function.gradient_function(w, self.order), reference, self.options, self)
 
     @property
@@ -438,10 +438,6 @@ class Subject:
 
 def named_outputs(outputs: Sequence[Any]) -> Arrays:
     return {f"output {i}": y for i, y in enumerate(outputs)}
-
-
-def on_one_device(cotangents: Cotangents) -> Cotangents:
-    return {k: gathered(w) for k, w in cotangents.items()}
 
 
 def run_check(cases: Cases) -> tuple[str, int]:
