@@ -430,7 +430,7 @@ def with_tangent(tensor: Any, value: Any) -> Any:
     return apply(_WithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]
 
 
-class Outputs(RuleFunction):
+class Rebatch(RuleFunction):
     """`(*operands, *outputs) -> outputs`, which only batches: see NOTE [all outputs are batched]."""
 
     name = "outputs"
@@ -442,7 +442,7 @@ class Outputs(RuleFunction):
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
         is_read = [True] * self.n_operands + list(used)  # the operands decide whether the outputs are batched
         types = select([v.aval for v in self.jaxpr.invars], is_read)
-        return Outputs(self.n_operands, tuple(types)), is_read
+        return Rebatch(self.n_operands, tuple(types)), is_read
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
         return args[self.n_operands :]
@@ -459,11 +459,11 @@ class Outputs(RuleFunction):
 
 
 @functools.lru_cache(maxsize=1024)  # with equal parameters, JAX reuses the types of the results
-def _params_of_outputs(n_operands: int, types: tuple[Any, ...]) -> dict[str, Any]:
-    return rule_function_p.params_of(Outputs(n_operands, types))
+def _params_of_rebatch(n_operands: int, types: tuple[Any, ...]) -> dict[str, Any]:
+    return rule_function_p.params_of(Rebatch(n_operands, types))
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
     """Return `outputs`. Under `jax.vmap`, batch them as a `RuleFunction` of `operands` batches its outputs."""
     values = [*operands, *outputs]
-    return rule_function_p.bind(*values, **_params_of_outputs(len(operands), tuple(types_of(values))))
+    return rule_function_p.bind(*values, **_params_of_rebatch(len(operands), tuple(types_of(values))))

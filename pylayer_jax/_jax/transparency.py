@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from .jaxprs import is_literal, jaxpr_and_consts, stage
-from .rule_function import Outputs, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
+from .rule_function import Rebatch, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
 from .traces import (
     DebugInfo,
     ShapedArray,
@@ -144,7 +144,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         return [False] * len(equation.invars), None
     if isinstance(function, WaitingBarrier) or not function.is_divisible:
         return all_operands, equation
-    if not isinstance(function, (Identity, Outputs, PartialFunction)):
+    if not isinstance(function, (Identity, PartialFunction, Rebatch)):
         function = PartialFunction(function, function.jaxpr, 0, range(len(used)))
     part, is_read = function.without_unused(used)
     invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
@@ -176,11 +176,11 @@ class Identity(RuleFunction):
     is_opaque = True
 
     def __init__(self, types: Sequence[Any]) -> None:
-        self.jaxpr = _jaxpr(self.name, tuple(types))
+        self.jaxpr = _identity_jaxpr(self.name, tuple(types))
 
     def of(self, types: Sequence[Any]) -> Identity:
         other = copy.copy(self)
-        other.jaxpr = _jaxpr(self.name, tuple(types))
+        other.jaxpr = _identity_jaxpr(self.name, tuple(types))
         return other
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
@@ -200,7 +200,7 @@ class Identity(RuleFunction):
 
 
 @functools.lru_cache(maxsize=1024)
-def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
+def _identity_jaxpr(name: str, types: tuple[Any, ...]) -> Any:
     return stage(lambda *xs: (xs, None), types, name)[0]
 
 
