@@ -217,14 +217,13 @@ class StagedLayer(_hooks.LayerFunction):
         self.name = call.name
         self.without_packing: StagedLayer | None = None  # the original of a copy that `packing` made
         self.n_outputs = len(kept.outputs.types)
-        # `with_rule` has the indices of the outputs from which intermediates are computed. An output that is also an
-        # input is left out: for the intermediates, it has the tangent of the input.
+        # An output that is also an input is no source of its own: for the intermediates, it has the input's tangent.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
         inputs = set(jaxpr.invars)
-        self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
-        self.sources = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
-        self.intermediates = results[self.n_outputs :]  # the variables that are computed from `sources`
+        self.source_outputs = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
+        self.sources = [*jaxpr.invars, *[results[i] for i in self.source_outputs]]
+        self.intermediates = results[self.n_outputs :]  # computed from `sources`, by the code of `forward`
 
     @property
     def outputs_jaxpr(self) -> Any:
@@ -233,8 +232,8 @@ class StagedLayer(_hooks.LayerFunction):
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
         return partial_eval.dce_jaxpr(self._unnamed, used, instantiate=True)[0]
 
-    def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
-        return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
+    def _values_of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
+        return [*of_inputs, *[of_outputs[i] for i in self.source_outputs]]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
@@ -282,7 +281,7 @@ class StagedLayer(_hooks.LayerFunction):
     ) -> Values:
         if not self.intermediates:
             return []
-        of_sources = self._of_sources(tangents, of_outputs)
+        of_sources = self._values_of_sources(tangents, of_outputs)
         perturbed = [t is not None for t in of_sources]
         depends = dependence(self.jaxpr, select(self.sources, perturbed))[self.n_outputs :]
         is_target = [d and has_tangent(v.aval) for d, v in zip(depends, self.intermediates, strict=True)]
@@ -292,7 +291,7 @@ class StagedLayer(_hooks.LayerFunction):
         _, variables = equations_to(self.jaxpr, self.sources, targets)
         is_read = [v in variables for v in self.sources]
         sources, perturbed = select(self.sources, is_read), select(perturbed, is_read)
-        residuals, nonzero = select(self._of_sources(primals, values), is_read), select(of_sources, is_read)
+        residuals, nonzero = select(self._values_of_sources(primals, values), is_read), select(of_sources, is_read)
         code = CodeMap(self.name, self.jaxpr, sources, perturbed, targets)
         return scatter(apply_linear(code, residuals, select(nonzero, perturbed)), is_target)
 
@@ -311,9 +310,9 @@ class StagedLayer(_hooks.LayerFunction):
             def intermediates(*known: Any) -> Values:
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
 
-            in_axes = tuple(self._of_sources(dims, [0] * len(outputs)))
+            in_axes = tuple(self._values_of_sources(dims, [0] * len(outputs)))
             with noting(self.name, "forward"):  # JAX batches its code: `vmap` returns the outputs alone
-                found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
+                found = vmap_over(axis, intermediates, in_axes, 0)(*self._values_of_sources(args, outputs))
             return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
