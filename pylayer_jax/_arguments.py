@@ -306,7 +306,6 @@ def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, 
 
 
 def _warn_once(layer: Any, text: str, method: str) -> None:
-    """Warn once per class and method, at the line of the method."""
     code = getattr(innermost(getattr(layer, method)), "__code__", None)  # None if the method is implemented in C
     place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
     with _lock:

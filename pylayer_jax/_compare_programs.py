@@ -361,7 +361,6 @@ class _Compiler:
 
 
 def _relative_error(got: Any, first: Any) -> float:
-    """Return |got - first| / |first|, in the 2-norm over all leaves."""
     difference, size = (math.sqrt(math.fsum(map(float, squares))) for squares in _sums_of_squares(got, first))
     return difference / size if size else math.inf if difference else 0.0
 

@@ -65,7 +65,7 @@ class ContextState:
     needs: Callable[[], tuple[bool, ...]]  # returns the value of ctx.needs_input_grad
     inputs: Sequence[Any] = ()
     in_forward: bool = True  # the context accepts saved tensors and flags only in `forward`
-    load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
+    load_saved: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, called at the first read
     saved: tuple[Any, ...] | None = None
     saved_for_jvp: tuple[Any, ...] | None = None
     materialize: bool = True
@@ -78,8 +78,8 @@ class ContextState:
     returned: Sequence[tuple[Any, Any]] = ()
 
     def read_saved(self) -> tuple[Any, ...] | None:
-        if self.load is not None:
-            self.saved, self.load = self.load(), None
+        if self.load_saved is not None:
+            self.saved, self.load_saved = self.load_saved(), None
         return self.saved
 
 
@@ -201,11 +201,10 @@ def backward_context(
     kind: type[PyLayerContext],
     layer: str,
     needs: Callable[[], tuple[bool, ...]],
-    load: Callable[[], tuple[Any, ...] | None],
+    load_saved: Callable[[], tuple[Any, ...] | None],
     attributes: dict[str, Any],
 ) -> PyLayerContext:
-    """Make the context for `backward`; `load` returns the saved tensors."""
-    ctx = kind(ContextState(layer, needs, in_forward=False, load=load))
+    ctx = kind(ContextState(layer, needs, in_forward=False, load_saved=load_saved))
     vars(ctx).update(attributes)
     return ctx
 
@@ -393,7 +392,6 @@ def _ended_error(call: str, layer: str) -> ValueError:
 
 
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
-    """Raise an error if a function among the statics closes over a traced value of `forward`."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
         for value in closed_over(leaf).values() if callable(leaf) else ():

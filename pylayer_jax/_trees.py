@@ -200,7 +200,6 @@ def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skel
 
 
 def hashable(key: Any) -> Any:
-    """Return a key, or None if it has no hash."""
     try:
         hash(key)
     except TypeError:

@@ -546,8 +546,6 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder for the files of one pair of hooks."""
-
     def __init__(self, directory: str) -> None:
         try:
             os.makedirs(directory, exist_ok=True)

@@ -276,8 +276,6 @@ class RuleFunction:
 
 
 class BatchedFunction(RuleFunction):
-    """A `RuleFunction` for a batch of examples."""
-
     out_dims: OutDims = None
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:

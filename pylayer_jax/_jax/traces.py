@@ -248,7 +248,7 @@ class TraceState:
     """
 
     def __init__(self) -> None:
-        self.is_staged = False  # whether the current trace or an outer one makes a jaxpr
+        self.is_staged = False  # as `is_staging()`: whether the current trace or an outer one makes a jaxpr
         self.differentiations: list[Any] = []  # the traces that differentiate each operation as soon as it runs
         self.has_unknown_trace = False  # as in an eager shard_map
         modes: list[TransformClasses] = []
@@ -278,7 +278,6 @@ def is_active(tracer: Any) -> bool:
 
 
 def is_staging() -> bool:
-    """Return whether the current trace or an outer one makes a jaxpr."""
     return any([isinstance(trace, STAGED.trace) for trace in _traces()])  # noqa: C419 - a list is faster
 
 

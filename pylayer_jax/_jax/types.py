@@ -129,7 +129,6 @@ def _from_numpy(tensor: Any) -> jax.Array:
 
 
 def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
-    """Return the type of a batch of arrays of type `aval`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
     # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples, so the batch
     # varies over these axes. The scalar only serves to read the `manual_axis_type`.
@@ -169,7 +168,6 @@ def explicit_sharding(value: Any) -> Any:
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return the number of shards along each axis of an array."""
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding
