@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import threading
 import types
 import warnings
@@ -136,7 +135,7 @@ class Arguments:
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
     declared = _declared(layer)
-    if not kwargs and declared.required <= len(args) <= len(declared.names):
+    if not kwargs and len(args) in declared.plain_counts:
         return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
     try:
         bound = declared.signature.bind(None, *args, **kwargs)
@@ -178,7 +177,7 @@ class _Declared(NamedTuple):
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     rest: str  # the name of `*args`
-    required: int  # how many positional arguments a call without keywords has to pass
+    plain_counts: range  # how many arguments a call may pass, all by position, that needs no `signature.bind`
 
 
 def _declared(layer: Any) -> _Declared:
@@ -188,13 +187,14 @@ def _declared(layer: Any) -> _Declared:
     signature = signature_of(forward)
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
-    required = sum(p.default is kinds.empty for p in plain)
-    if layer._has_setup_context():  # then `bind` has to add the defaults, which `setup_context` gets too
-        required = len(parameters) - 1
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
-        required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
+        plain_counts = range(0)
+    elif layer._has_setup_context():  # which gets the defaults too
+        plain_counts = range(len(parameters) - 1, len(plain) + 1)
+    else:
+        plain_counts = range(sum(p.default is kinds.empty for p in plain), len(plain) + 1)
     rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
-    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, required)
+    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, plain_counts)
     layer._signature_of_forward = declared
     return declared
 
