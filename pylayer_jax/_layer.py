@@ -167,8 +167,7 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: type[_FunctionWithSetup[P, R]]) -> Callable[P, R]: ...
     @overload
     def __get__(self, instance: Any, owner: type[_Layer[P, R]]) -> Callable[P, R]: ...
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        owner = type(instance) if owner is None else owner
+    def __get__(self, instance: Any, owner: Any) -> Any:
         bound = owner.__dict__.get(self._name)
         # A class that is made from the attributes of another, as in unpickling, has the bound method of that one.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
