@@ -147,9 +147,7 @@ def _tuple_of(count: int) -> Skeleton:
     return Skeleton(jax.tree_util.tree_structure((0,) * count), [LEAF] * count, paths, count)
 
 
-def _is_dict(_: Any, node: Any) -> bool:
-    # For JAX, other subclasses are leaves.
-    return type(node) in (dict, collections.defaultdict, collections.OrderedDict)
+_DICTS: Final = (dict, collections.defaultdict, collections.OrderedDict)  # for JAX, other subclasses are leaves
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
@@ -166,7 +164,7 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
     """Return the `Skeleton` of a tree, and append its tensors to `tensors`."""
     before = len(tensors)
-    if _is_dict((), tree):
+    if type(tree) in _DICTS:
         like = tree.copy()
         like.clear()
         leaves = [_skeleton(x, predicate, tensors) for x in tree.values()]
@@ -176,13 +174,14 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
         tensors.append(tree)
         return LEAF
     else:
-        pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_dict, is_leaf_takes_path=True)
+        is_dict = lambda _, node: type(node) in _DICTS  # noqa: E731
+        pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_dict, is_leaf_takes_path=True)
         paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
         for i, leaf in enumerate(leaves):
             if predicate(leaf):
                 tensors.append(leaf)
                 leaves[i] = LEAF
-            elif _is_dict((), leaf):
+            elif type(leaf) in _DICTS:
                 leaves[i] = _skeleton(leaf, predicate, tensors)
     return Skeleton(node, leaves, paths, len(tensors) - before)
 
