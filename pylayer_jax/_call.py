@@ -35,7 +35,7 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 # True while a `backward` runs that JAX may transpose, or differentiate in forward mode. `jax.custom_vjp` supports
 # neither, so layers in this `backward` do not use it. A jitted function may apply a layer, so the flag is part of the
 # cache key of `jax.jit`.
-in_backward: Final = jax.make_user_context(False)
+in_transposable_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
 
@@ -179,12 +179,12 @@ class LayerCall:
         given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         state = TraceState()
         scope = self.scope("backward", state.is_staged)
-        # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
+        # Nothing transposes a first derivative in eager mode. There, layers within `backward` are faster with
         # `jax.custom_vjp`, and JAX compiles jitted functions again if the flag changes.
         may_be_transposed = state.is_staged or state.is_differentiated
         backward = functools.partial(_host_layer.run_backward, self, needs) if layer.host is True else layer.backward
         try:
-            with in_backward(True) if may_be_transposed else _null_context, scope:
+            with in_transposable_backward(True) if may_be_transposed else _null_context, scope:
                 result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):

@@ -13,7 +13,7 @@ import jax
 
 from . import _hooks
 from ._arguments import bind, call_of_apply
-from ._call import LayerCall, in_backward
+from ._call import LayerCall, in_transposable_backward
 from ._context import PyLayerContext, backward_context
 from ._jax.rule_function import apply, select
 from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
@@ -334,7 +334,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = bool(call.arguments.ref_mask)
-    has_forward_mode = layer.forward_mode or hasattr(layer, "jvp") or in_backward.value
+    has_forward_mode = layer.forward_mode or hasattr(layer, "jvp") or in_transposable_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)
