@@ -77,14 +77,14 @@ class ProgramComparison:
     def _table(self) -> tuple[list[str], list[list[str]]]:
         rows = self.rows
 
-        def with_ratios(values: Sequence[float | None], units: Mapping[str, float], counts: bool = False) -> list[str]:
-            """Return cells with the ratio to the first. `counts` are too small in programs with a loop."""
+        def with_ratios(values: Sequence[float | None], units: Mapping[str, float], once: bool = False) -> list[str]:
+            """Return cells with the ratio to the first. In a loop, XLA counts some values `once`."""
             cells = _in_unit(values, units)
             for i, (row, value) in enumerate(zip(rows, values, strict=True)):
-                is_comparable = row.has_loop == rows[0].has_loop or not counts
+                is_comparable = row.has_loop == rows[0].has_loop or not once
                 if i and is_comparable and values[0] and value is not None:
                     cells[i] += f" ({value / values[0]:.2f})"
-                if row.has_loop and counts and cells[i]:
+                if row.has_loop and once and cells[i]:
                     cells[i] = f"≥ {cells[i]}"
             return cells
 
@@ -93,9 +93,9 @@ class ProgramComparison:
             "temporary memory": with_ratios([r.temp_bytes for r in rows], _BYTES),
             "peak": with_ratios([r.peak_bytes for r in rows], _BYTES),
             "held": with_ratios([r.held_bytes for r in rows], _BYTES),
-            "operations": with_ratios([r.operations for r in rows], _COUNTS, counts=True),
-            "transcendental": with_ratios([r.transcendentals for r in rows], _COUNTS, counts=True),
-            "bytes accessed": with_ratios([r.accessed_bytes for r in rows], _BYTES, counts=True),
+            "operations": with_ratios([r.operations for r in rows], _COUNTS, once=True),
+            "transcendental": with_ratios([r.transcendentals for r in rows], _COUNTS, once=True),
+            "bytes accessed": with_ratios([r.accessed_bytes for r in rows], _BYTES, once=True),
             "trace": _in_unit([r.trace_seconds for r in rows], _SECONDS),
             "compile": _in_unit([r.compile_seconds for r in rows], _SECONDS),
         }

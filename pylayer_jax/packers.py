@@ -389,21 +389,21 @@ def _pack_bits(x: Any) -> Any:
     return x
 
 
-def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def _with_bit_numbers(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _to_bits(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    x, places = _with_places(_divided(x, axis, 8, sharding), axis + 1)
-    return jnp.sum(x.astype(jnp.uint8) << places, axis=axis + 1, dtype=jnp.uint8)
+    x, numbers = _with_bit_numbers(_divided(x, axis, 8, sharding), axis + 1)
+    return jnp.sum(x.astype(jnp.uint8) << numbers, axis=axis + 1, dtype=jnp.uint8)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    bits, places = _with_places(jnp.expand_dims(array, axis + 1), axis + 1)
-    return _joined((bits >> places) & 1 != 0, axis, sharding)
+    bits, numbers = _with_bit_numbers(jnp.expand_dims(array, axis + 1), axis + 1)
+    return _joined((bits >> numbers) & 1 != 0, axis, sharding)
 
 
 # -- quantization ----------------------------------------------------------------------------------------

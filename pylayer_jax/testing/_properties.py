@@ -353,15 +353,15 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
 
     def slope_along(j: int, direction: np.ndarray) -> Slope:
         value, is_moved = exact(subject.function.values[j]), direction != 0
-        whole = largest(value)
-        sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
-        if options.step is None and whole:
+        top = largest(value)
+        sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or top or 1.0]
+        if options.step is None and top:
             # The best step size may be a fixed number, or proportional to the largest entry, or to each entry. Try all
             # three. The two factors of 0.1 leave out a size that would hardly differ from another one.
-            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
-            sizes += [whole] if whole < 0.1 else []
-            smallest = np.min(own, where=is_moved, initial=whole)
-            sizes += [own] if smallest < min(0.1 * max(1.0, whole), whole) else []
+            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), top)
+            sizes += [top] if top < 0.1 else []
+            smallest = np.min(own, where=is_moved, initial=top)
+            sizes += [own] if smallest < min(0.1 * max(1.0, top), top) else []
         slopes = [_central_difference(subject, j, relative_step * (size * direction)) for size in sizes]
         finite = [slope for slope in slopes if np.isfinite(slope.error)] or slopes
         # The relative error counts, up to 1, and then the error.
