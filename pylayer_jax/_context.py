@@ -243,12 +243,8 @@ class ResidualTree(NamedTuple):
         return self.skeleton.fill(as_arrays([residual(i) for i in self.indices]), copy_container)
 
 
-# The types of mutable containers that may be leaves of a pytree.
-_CONTAINERS = (dict, set, collections.deque, bytearray)
-
-
 def copy_container(static: Any) -> Any:
-    return copy.copy(static) if isinstance(static, _CONTAINERS) else static
+    return copy.copy(static) if isinstance(static, (dict, set, collections.deque, bytearray)) else static
 
 
 @dataclasses.dataclass(eq=False, slots=True)
