@@ -100,18 +100,15 @@ class TensorFunction:
 
         return jax.vjp(run, self.values, has_aux=True)[2]
 
-    def run_changed(self, kind: type) -> bool:
-        """Run with all arguments of one type changed, and return whether there are any."""
+    def run_changed(self, kind: type) -> None:
+        """Run with all arguments of one type changed."""
 
         def changed(x: Any) -> Any:
             applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
             return CHANGES[kind](x) if applies else x
 
-        if all(changed(x) is x for x in (*self.tensors, *self.skeleton.statics())):
-            return False
         with contextlib.suppress(Exception):  # the function may raise an error for other arguments
             self.function(*self.skeleton.fill(list(map(changed, self.tensors)), changed))
-        return True
 
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
         return lambda *values: {k: y for k, y in enumerate(self.outputs(values)) if k in positions}
