@@ -231,14 +231,7 @@ def _row_of(name: str, cases: Cases) -> Row:
 
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------
 
-_CHECKS_OF_GRADIENTS = (
-    _properties.check_gradients,
-    _properties.check_repeatable,
-    _properties.check_cotangents,
-    _properties.check_arguments,
-    _properties.check_linear,
-    _properties.check_leaks,
-)
+_OF_GRADIENTS = "gradients", "repeatable", "cotangents", "arguments", "linear", "leaks"  # properties of each order
 _ORDERS = ("values", "first order", "second order", "third order")
 
 
@@ -366,7 +359,7 @@ def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[i
     for order in range(max(orders) + 1):
         if order > 1:
             subject = subject.derivative
-        checks = _CHECKS_OF_GRADIENTS if order else (_properties.check_outputs,)
+        checks = [PROPERTIES[name] for name in _OF_GRADIENTS] if order else [_properties.check_outputs]
         try:
             for check in checks if order in orders else ():
                 run_check(check(subject))
