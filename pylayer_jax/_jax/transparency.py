@@ -94,12 +94,12 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     backward computes; and the variables that backward needs from forward.
     """
     function, n = payload_of(equation), len(equation.outvars)
+    operands = zip(equation.invars, instantiated, strict=True)
+    missing = [v for v, is_there in operands if not (is_there or is_literal(v))]
+    if any(unknown):
+        return None, equation, [True] * n, [True] * n, missing
     # A part of an identity would have more operands than results, so it would be no identity.
-    if any(unknown) or isinstance(function, Identity) or not function.is_divisible:
-        operands = zip(equation.invars, instantiated, strict=True)
-        missing = [v for v, is_there in operands if not (is_there or is_literal(v))]
-        if any(unknown):
-            return None, equation, [True] * n, [True] * n, missing
+    if isinstance(function, Identity) or not function.is_divisible:
         is_saved = saveable(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
         if is_saved or equation.effects:
             return equation, None, [False] * n, [False] * n, []
