@@ -388,11 +388,11 @@ def coerce(
     value = value if value.dtype == aval.dtype else value.astype(aval.dtype)
     if batch is not None:
         return value
-    if extra := sorted(map(str, varying_axes(typeof(value)) - varying_axes(aval))):
-        axes = repr(extra[0]) if len(extra) == 1 else repr(tuple(extra))
+    if axes := sorted(map(str, varying_axes(typeof(value)) - varying_axes(aval))):
+        name = repr(axes[0] if len(axes) == 1 else tuple(axes))
         raise ValueError(
-            f"{where()}: expected a value that is the same on all devices of the mesh axis {', '.join(extra)}, but it "
-            f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {axes}); or make "
-            f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
+            f"{where()}: expected a value that is the same on all devices of the mesh axis {', '.join(axes)}, but it "
+            f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {name}); or make "
+            f"the argument vary before the layer gets it: jax.lax.pcast(argument, {name}, to='varying')."
         )
     return with_varying_axes(value, aval)
