@@ -70,9 +70,6 @@ def check_declarations(layer: Any) -> None:
         )
 
 
-# -- once_differentiable ------------------------------------------------------------------------------------
-
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

@@ -596,9 +596,6 @@ def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
     return OSError(error.errno, f"save_on_disk could not write {what} ({error.strerror}). {advice}", directory)
 
 
-# -- chains ----------------------------------------------------------------------------------------------
-
-
 class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Pack tensors with the first pair, pack the results with the second pair, and so on; unpack in reverse order.
 
@@ -657,9 +654,6 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             packs_arguments=all(hooks._pair.packs_arguments for hooks in pairs),
             only=predicate("chain", only),
         )
-
-
-# -- pairs by name ---------------------------------------------------------------------------------------
 
 
 class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
