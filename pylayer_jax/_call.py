@@ -128,7 +128,7 @@ class LayerCall:
         __tracebackhide__ = True
         scope = self.scope("forward", is_staged)
         state = ContextState(self.name, lambda: self.arguments.needs(needs), tensors)
-        ctx = self.layer._context(state)
+        ctx = self.layer._context_class(state)
         try:
             with scope:
                 if self.layer.host:
@@ -171,7 +171,7 @@ class LayerCall:
         ]
         if not [c for c in cotangents if c is not None]:
             return [None] * len(arguments.types)
-        ctx = self._context(kept, kept.saved, residual, needs)
+        ctx = self._backward_context(kept, kept.saved, residual, needs)
         if layer.host == "forward":
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
@@ -204,17 +204,17 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        ctx = self._context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
+        ctx = self._backward_context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
             result = self.layer.jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
-    def _context(
+    def _backward_context(
         self, kept: SavedContext, saved: ResidualTree | None, residual: Callable[[int], Any], needs: Sequence[bool]
     ) -> Any:
         return backward_context(
-            self.layer._context,
+            self.layer._context_class,
             self.name,
             lambda: self.arguments.needs(needs),
             lambda: None if saved is None else saved.fill(residual),

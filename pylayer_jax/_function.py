@@ -96,7 +96,7 @@ class Function(PyLayer):
     """
 
     complex_convention = "paddle"  # torch has the same convention
-    _context = FunctionCtx
+    _context_class = FunctionCtx
     _torch_convention = True
     _forward_and_setup: ClassVar[Callable[..., Any]]  # a forward(ctx, ...) that calls forward and setup_context
 

@@ -121,7 +121,7 @@ class _Place(HeldObjects):
             for x in own:
                 x.flags.writeable = False
         state = ContextState(call.name, lambda: self.needs, own)
-        ctx = call.layer._context(state)
+        ctx = call.layer._context_class(state)
         with _refusing_tracers(call, "forward"):
             result = call.arguments.call("forward", call.layer._forward_with_ctx(), own, ctx)
         state.in_forward = False
@@ -174,7 +174,7 @@ class _Place(HeldObjects):
         kept, kept_skeleton = context or self.run(arrays[:n]).context
         saved, attributes = kept_skeleton.fill([x.copy() for x in kept], copy_container)
         needs = call.arguments.needs(needed)
-        ctx = backward_context(call.layer._context, call.name, lambda: needs, lambda: saved, attributes)
+        ctx = backward_context(call.layer._context_class, call.name, lambda: needs, lambda: saved, attributes)
         with _refusing_tracers(call, "backward"):
             result = call.layer.backward(ctx, *skeleton.fill([np.array(x) for x in arrays[n:]]))
         for i, g in enumerate(select(match_gradients(result, call.arguments, needed, call.layer, batch), needed)):
@@ -254,7 +254,7 @@ def _example_arrays(call: LayerCall) -> list[np.ndarray]:
 # -- calls in programs -----------------------------------------------------------------------------------------
 
 
-def _bind(
+def _bind_host_call(
     call: LayerCall,
     method: str,
     run: Callable[..., Any],
@@ -298,7 +298,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
 
         types = [*example.arrays, ShapedArray((2,), np.dtype(np.uint32))]
         without_number = functools.partial(run, holds=False)
-        (*values, number), device = _bind(call, "forward", run, types, tensors, without_last=without_number)
+        (*values, number), device = _bind_host_call(call, "forward", run, types, tensors, without_last=without_number)
         # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
         names = call.layer.saved_names
         if name := f"{call.layer.__name__}.saved[0]" if names is True else next(filter(None, names), None):
@@ -348,7 +348,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
         types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
         is_eager = isinstance(ctx.number, tuple)
         number = np.asarray(ctx.number, np.uint32) if is_eager else jax.random.key_data(ctx.number)
-        values, _ = _bind(call, "backward", run, types, fixed, [number])
+        values, _ = _bind_host_call(call, "backward", run, types, fixed, [number])
     else:
         values = as_arrays(run(np.array(0), np.array(ctx.number, np.uint32), *map(np.asarray, tensors)))
     rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)
@@ -368,4 +368,4 @@ def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) ->
         return example.values_of(example._replace(skeleton=skeleton, arrays=batch), (axis.size,))
 
     batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in example.arrays]
-    return _bind(call, "vmap", run, batch, tensors)[0]
+    return _bind_host_call(call, "vmap", run, batch, tensors)[0]

@@ -239,7 +239,7 @@ class PyLayer:
     host: ClassVar[Literal[True, False, "forward"]] = False
     host_vmap: ClassVar[Literal["sequential", "broadcast"]] = "sequential"
     generate_vmap_rule: ClassVar[bool] = False
-    _context: ClassVar[type[PyLayerContext]] = PyLayerContext
+    _context_class: ClassVar[type[PyLayerContext]] = PyLayerContext
     _torch_convention: ClassVar[bool] = False  # whether cotangents and gradients have entries for statics too
 
     if not TYPE_CHECKING:  # hidden from type checkers, which then report calls such as Tanh(x)
