@@ -97,10 +97,8 @@ def _classes_of(
         def transformed(y: Any) -> Any:
             trace = current_trace()
             check(y._trace is trace and trace.parent_trace is outer, f"{type(trace)}, not within {outer}")
-            check(
-                primal_attribute is None or getattr(y, primal_attribute) is x,
-                f"another {primal_attribute} of {type(y)}",
-            )
+            primal = x if primal_attribute is None else getattr(y, primal_attribute)
+            check(primal is x, f"another {primal_attribute} of {type(y)}")
             found.add(TransformClasses(type(y), type(trace)))
             return y
 
