@@ -262,13 +262,13 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
         source = program.source(v)
         # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _layer_rule.py.
         if v.aval.size:
-            found = _residual(program, v, source)
+            found = _residual(v, source)
             key = found.tensor.key, found.times, found.tensor.aval.shape, found.operand
             # An input that JAX keeps both as such and in other arrays gets two rows.
             is_held = source.is_input and not source.is_part and (key, True) not in groups
             groups.setdefault((key, is_held), []).append(found)
         elif isinstance(source.function, Mark) and source.function.recomputed_from is not None:
-            single.append(_recomputed_row(program, v, source, entry))
+            single.append(_recomputed_row(v, source, entry))
     single += [_row(program, group, is_held, name_of_input, entry) for (_, is_held), group in groups.items()]
     summed = "times", "bytes", "packed_bytes", "host_bytes"
     rows = [
@@ -278,21 +278,21 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     return sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes, -r.bytes))
 
 
-def _residual(program: Program, variable: Any, source: Source) -> _Residual:
-    if not source.is_packed:
+def _residual(variable: Any, source: Source) -> _Residual:
+    if source.packed is None:
         return _Residual(variable, source, None, source.times, _size(variable.aval), False)
-    tensor, operand = program.tensor(source)
+    tensor, operand = source.packed
     # Count each iteration that packs the tensor, and all shards of it.
     size = tensor.times * _size(tensor.aval) * (variable.aval.size // source.aval.size)
     return _Residual(variable, tensor, operand, tensor.times * source.times, size, source.name == "host_call")
 
 
-def _recomputed_row(program: Program, variable: Any, source: Source, entry: Any) -> SavedTensor:
+def _recomputed_row(variable: Any, source: Source, entry: Any) -> SavedTensor:
     """Return the row of a recomputed tensor; `variable` is the empty array that its `Mark` returned."""
     mark, shape, all_parts = source.function, list(source.aval.shape), list(variable.aval.shape)
     for lengths in (shape, all_parts):
         lengths.remove(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
-    equations = program.source(source.equations[-1].invars[-1], source.frame).equations
+    equations = source.operands[-1].equations
     return SavedTensor(
         kind="layer" if mark.origin.layer else "operation",
         layer=mark.origin.layer,
@@ -314,7 +314,7 @@ def _row(
 ) -> SavedTensor:
     """Return the row of a tensor for which JAX keeps arrays: copies of it, or what a pack hook made of it."""
     tensor, n = kept[0].tensor, 1 if kept[0].operand is not None else len(kept)  # each unpacked array is a copy
-    notes = program.notes(tensor)
+    notes = tensor.notes
     savers = [note for note in notes if note.layer]
     input_name = name_of_input.get(tensor.variable, "") if tensor.is_input else ""
     kind = "copy" if tensor.is_input else "operation" if tensor.equations else "constant"

@@ -14,14 +14,21 @@ report reads these; for plans, `Program.origin` makes an `Origin` of them.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, is_users, jaxpr_and_consts, scan_counts, stage
+from pylayer_jax._jax.jaxprs import (
+    inner_jaxprs,
+    interpret,
+    is_literal,
+    is_users,
+    jaxpr_and_consts,
+    scan_counts,
+    stage,
+)
 from pylayer_jax._jax.rule_function import (
     BatchedFunction,
     RuleFunction,
@@ -74,20 +81,19 @@ def _nested_functions(equation: Any) -> list[Any]:
     return functions
 
 
-def _saved(equation: Any) -> list[tuple[Any, str]]:
-    *wrappers, function = _nested_functions(equation)
-    operands, outputs = equation.invars, list[Any](equation.outvars)
+def _saved(functions: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
+    *wrappers, function = functions
     for wrapper in wrappers:
         if isinstance(wrapper, BatchedFunction):
             operands = operands[wrapper.n_consts :]
-        else:  # a part of the layer; after the outputs in `positions`, it returns residuals for another part
+        else:  # a part of the layer; after the results in `positions`, it returns residuals for another part
             operands = operands[wrapper.n_residuals :]
-            computed = dict(zip(wrapper.positions, outputs, strict=False))
-            outputs = [computed.get(i) for i in range(len(wrapper.whole.jaxpr.outvars))]
-    return [(v, name) for v, name in function.saved(operands, outputs) if v is not None]
+            computed = dict(zip(wrapper.positions, results, strict=False))
+            results = [computed.get(i) for i in range(len(wrapper.whole.jaxpr.outvars))]
+    return [(x, name) for x, name in function.saved(operands, results) if x is not None]
 
 
-# -- jaxprs and the equations that hold them -----------------------------------------------------------------
+# -- equations -----------------------------------------------------------------------------------------------
 
 # Their result equals their operand. If both are residuals, JAX keeps two copies of one tensor.
 _IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
@@ -105,52 +111,12 @@ def _returns_operands(equation: Any) -> bool:
     return name in _IDENTITIES
 
 
-class Frame:
-    """A jaxpr, and the equation that holds it. A jaxpr that a program calls twice has two frames."""
-
-    def __init__(
-        self, jaxpr: Any, equations: tuple[Any, ...], outer: Frame | None, calls_of: Mapping[Any, Any]
-    ) -> None:
-        self.jaxpr, self.outer = jaxpr, outer
-        self.equations = equations  # those around the jaxpr, outermost first
-        self._calls_of = calls_of  # result of an equation -> the calls around it that were opened
-        self.maker = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
-        self.place = {v: i for i, v in enumerate(jaxpr.invars)}
-        self._inner: dict[int, list[Frame]] = {}
-
-    def equations_to(self, equation: Any) -> tuple[Any, ...]:
-        calls = self._calls_of.get(equation.outvars[0], ()) if equation.outvars else ()
-        return (*self.equations, *calls, equation)
-
-    def inner(self, equation: Any) -> list[Frame]:
-        """Return the frames of the jaxprs in an equation whose results they compute."""
-        if id(equation) not in self._inner:
-            found = inner_jaxprs(equation.params)
-            function = _nested_functions(equation)[-1]
-            is_opaque = isinstance(function, (LayerFunction, Mark))
-            if is_opaque or not (equation.primitive.name in BODIES or _only_calls(equation, found)):
-                found = []
-            around = self.equations_to(equation)
-            self._inner[id(equation)] = [Frame(jaxpr, around, self, {}) for jaxpr in found]
-        return self._inner[id(equation)]
-
-    def operand(self, variable: Any) -> Any:
-        """Return the operand of the equation around this jaxpr that is an input, or of which it is a slice."""
-        if self.outer is None or variable not in self.place:
-            return None
-        place, equation = self.place[variable], self.equations[-1]
-        if equation.primitive.name == "cond":
-            return equation.invars[place + 1]
-        if equation.primitive.name == "scan":
-            n_consts, n_carry = scan_counts(equation)
-            if n_consts <= place < n_consts + n_carry:  # the scan computes it
-                return None
-        return equation.invars[place]
-
-
-def _only_calls(equation: Any, inner: Sequence[Any]) -> bool:
-    """Return whether an equation only calls a jaxpr, as a jitted function or a checkpoint does."""
-    return len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(equation.invars, equation.outvars)
+def _bodies(equation: Any) -> list[Any]:
+    """Return the jaxprs that compute the results of a loop or a cond, of a jitted function or another call."""
+    found = inner_jaxprs(equation.params)
+    shapes = [_shapes(x.invars, x.outvars) for x in (equation, *found)]
+    is_call = len(found) == 1 and shapes[0] == shapes[1]
+    return found if equation.primitive.name in BODIES or is_call else []
 
 
 def _shapes(*values: Sequence[Any]) -> list[Any]:
@@ -160,29 +126,32 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 # -- the sources of values -----------------------------------------------------------------------------------
 
 
+class Note(NamedTuple):
+    """A note that a layer saves a value, or that the value has a name."""
+
+    layer: str  # the layer that saves the value; empty for a `Mark` and for `checkpoint_name`
+    name: str
+    equations: tuple[Any, ...]  # those that lead to the layer
+    origin: Origin | None = None  # of a `Mark`
+
+
 class Source(NamedTuple):
     """Where a value comes from: an input or constant, or the equation that computes it, perhaps in parts."""
 
-    frame: Frame
     variable: Any
     equations: tuple[Any, ...]  # those that lead to it, outermost first; none for an input or a constant
+    operands: Sequence[Source]  # of the last of these
+    notes: list[Note]
     aval: Any  # of one part
+    is_input: bool = False
     times: int = 1  # the number of parts
     is_part: bool = False  # whether a scan, cond or shard_map returns the value
     others: tuple[Source, ...] = ()  # if a cond returns the value: what its other branches return in its place
+    packed: tuple[Source, Any] | None = None  # if a pack hook computed the value: its tensor, and a key of its operand
 
     @property
     def key(self) -> Any:
-        return self.frame, id(self.variable)
-
-    @property
-    def is_input(self) -> bool:
-        return not self.equations and not is_literal(self.variable) and self.variable in self.frame.place
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether a pack hook computed the value."""
-        return any(PACK_SCOPE in str(e.source_info.name_stack) for e in self.equations)
+        return _key(self.variable, self.equations)
 
     @property
     def is_constant(self) -> bool:
@@ -209,89 +178,98 @@ class Source(NamedTuple):
         return str(self.variable.val) if is_literal(self.variable) else "closed over"
 
 
-class Note(NamedTuple):
-    """A note that a layer saves a value, or that the value has a name."""
+def _key(variable: Any, equations: tuple[Any, ...]) -> Any:
+    return *map(id, equations), id(variable)  # two calls of one jaxpr have the same variables
 
-    layer: str  # the layer that saves the value; empty for a `Mark` and for `checkpoint_name`
-    name: str
-    equations: tuple[Any, ...]  # those that lead to the layer
-    origin: Origin | None = None  # of a `Mark`
+
+def _new_source(variable: Any, *equations: Any, operands: Sequence[Source] = (), **more: Any) -> Source:
+    return Source(variable, equations, operands, [], variable.aval, **more)
+
+
+def _passed(sources: Sequence[Source], outside: Sequence[Any], inside: Sequence[Any]) -> list[Source]:
+    """Return the sources of the variables `inside`, which are those `outside` or slices of them."""
+    pairs = zip(*_shapes(outside, inside), strict=True)
+    return [
+        x if given == got else x._replace(aval=v.aval, times=1)
+        for x, v, (given, got) in zip(sources, inside, pairs, strict=True)
+    ]
 
 
 class Program:
-    """A jaxpr whose values have sources, and notes on them."""
+    """A jaxpr whose values have sources."""
 
     def __init__(self, jaxpr: Any, code: Any, calls_of: Mapping[Any, Any] = {}) -> None:
-        """`code`: the staged function, of which `jaxpr` is a derivative; its operations give the names."""
-        self._name_of = names_of_equations(code)
-        self._notes = defaultdict[Any, list[Note]](list)
-        self._tensors: dict[Any, tuple[Source, Any]] = {}
-        self.frame = Frame(jaxpr, (), None, calls_of)
-        self._collect(self.frame)
+        """`code`: the staged function, of which `jaxpr` is a derivative; its operations give the names.
 
-    def notes(self, source: Source) -> list[Note]:
-        return self._notes.get(source.key, [])
+        `calls_of`: result of an equation -> the calls around it that were opened.
+        """
+        self._name_of, self._calls_of = names_of_equations(code), calls_of
+        inputs = [_new_source(v, is_input=True) for v in jaxpr.invars]
+        known = [*jaxpr.constvars, *jaxpr.invars, *[v for e in jaxpr.eqns for v in e.outvars]]
+        self._source_of = dict(zip(known, self._sources(jaxpr, inputs, (), known), strict=True))
 
-    def _collect(self, frame: Frame) -> None:
-        for e in frame.jaxpr.eqns:
-            function = _nested_functions(e)[-1]
-            for inner in frame.inner(e):
-                self._collect(inner)
+    def source(self, atom: Any) -> Source:
+        return _new_source(atom) if is_literal(atom) else self._source_of[atom]
+
+    def _sources(
+        self, jaxpr: Any, inputs: Sequence[Source], around: tuple[Any, ...], wanted: Sequence[Any]
+    ) -> list[Source]:
+        """Return the sources of `wanted`, with their notes."""
+
+        def rule(e: Any, operands: list[Source]) -> Sequence[Source]:
+            equations = *around, *(self._calls_of.get(e.outvars[0], ()) if e.outvars else ()), e
+            packed = None
+            if any(PACK_SCOPE in str(x.source_info.name_stack) for x in equations):
+                # A pack hook may also read constants and the index of the device.
+                keys = [_key(v, equations[:-1]) for v in e.invars]
+                read = [x.packed or (x, key) for x, key in zip(operands, keys, strict=True)]
+                packed = max(read, key=lambda pair: (not pair[0].is_constant, pair[0].aval.size), default=None)
+            results = [_new_source(v, *equations, operands=operands, packed=packed) for v in e.outvars]
+            functions = _nested_functions(e)
+            function = functions[-1]
+            if isinstance(function, LayerFunction):
+                for x, name in _saved(functions, operands, results):
+                    x.notes.append(Note(function.layer_name, name, equations))
+                return results
+            if isinstance(function, Mark):
+                x, origin = operands[-1], function.origin  # the operands before it are constants of batched code
+                if (name := origin.name or origin.operation) and x.equations and not x.packed:
+                    x.notes.append(Note("", name, (), origin))
+                return results
             if e.primitive.name == "name":
-                self._note(frame, e.invars[0], Note("", e.params["name"], frame.equations_to(e)))
-            elif isinstance(function, LayerFunction):
-                for v, name in _saved(e):
-                    self._note(frame, v, Note(function.layer_name, name, frame.equations_to(e)))
-            elif isinstance(function, Mark):
-                origin = function.origin
-                name = origin.name or origin.operation
-                source = self.source(e.invars[-1], frame)  # the operands before it are constants of batched code
-                if name and source.equations and not source.is_packed:
-                    self._note(frame, e.invars[-1], Note("", name, (), origin))
+                operands[0].notes.append(Note("", e.params["name"], equations))
+            if _returns_operands(e):
+                return _passed(operands, e.invars, e.outvars)
+            bodies = _bodies(e)
+            return self._sources_of_bodies(e, bodies, operands, equations) if bodies else results
 
-    def _note(self, frame: Frame, variable: Any, note: Note) -> None:
-        self._notes[self.source(variable, frame).key].append(note)
+        known = {v: _new_source(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, inputs, strict=True))
+        return interpret(rule, jaxpr.eqns, known, wanted, of_literal=_new_source)
 
-    def source(self, variable: Any, frame: Frame | None = None) -> Source:
-        frame = frame or self.frame
-        aval = variable.aval
-        while not is_literal(variable):
-            equation, i = frame.maker.get(variable, (None, 0))
-            if equation is None:
-                operand = frame.operand(variable)
-                if operand is None:
-                    break
-                assert frame.outer is not None
-                frame, variable = frame.outer, operand
-            elif _returns_operands(equation):
-                variable = equation.invars[i]
-            elif branches := frame.inner(equation):
-                found = [self.source(branch.jaxpr.outvars[i], branch) for branch in branches]
-                is_saved = lambda x: any(note.layer for note in self.notes(x))  # noqa: E731
-                first, *rest = sorted(found, key=lambda x: (not is_saved(x), x.is_placeholder))
-                if aval.shape != variable.aval.shape:  # an inner jaxpr got a slice of the result of this equation
-                    first = first._replace(aval=aval, times=1)
-                elif equation.primitive.name == "scan" and i >= scan_counts(equation)[1]:
-                    first = first._replace(times=first.times * equation.params["length"])
-                return first._replace(
-                    is_part=first.is_part or equation.primitive.name in BODIES,
-                    others=(*first.others, *[x for x in rest if not x.is_placeholder]),
-                )
-            else:
-                return Source(frame, variable, frame.equations_to(equation), aval)
-        # The loop around a frame computes what it carries.
-        is_carried = frame.outer is not None and not is_literal(variable) and variable in frame.place
-        return Source(frame, variable, frame.equations if is_carried else (), aval)
-
-    def tensor(self, packed: Source) -> tuple[Source, Any]:
-        """Return the source of the tensor of which a pack hook computed a value, and a key of the hook's operand."""
-        if packed.key not in self._tensors:
-            # An equation of a pack hook may also read constants and the index of the device.
-            operands = [(self.source(v, packed.frame), (packed.frame, id(v))) for v in packed.equations[-1].invars]
-            tensors = [self.tensor(x) if x.is_packed else (x, key) for x, key in operands]
-            size = lambda found: (not found[0].is_constant, found[0].aval.size)  # noqa: E731
-            self._tensors[packed.key] = max(tensors, key=size, default=(packed, None))
-        return self._tensors[packed.key]
+    def _sources_of_bodies(
+        self, e: Any, bodies: Sequence[Any], operands: Sequence[Source], equations: tuple[Any, ...]
+    ) -> list[Source]:
+        """Return the sources of the results of an equation, which jaxprs in it compute."""
+        n_consts, n_carry = scan_counts(e) if e.primitive.name == "scan" else (0, 0)
+        found = list[list[Source]]()
+        for body in bodies:
+            n_before = len(operands) - len(body.invars)  # the index of a cond
+            inputs = _passed(operands[n_before:], e.invars[n_before:], body.invars)
+            carried = slice(n_consts, n_consts + n_carry)  # the scan computes it
+            inputs[carried] = [_new_source(v, *equations) for v in body.invars[carried]]
+            found.append(self._sources(body, inputs, equations, body.outvars))
+        results = list[Source]()
+        for i, branches in enumerate(zip(*found, strict=True)):
+            is_saved = lambda x: any(note.layer for note in x.notes)  # noqa: E731
+            first, *rest = sorted(branches, key=lambda x: (not is_saved(x), x.is_placeholder))
+            n_parts = e.params["length"] if e.primitive.name == "scan" and i >= n_carry else 1
+            result = first._replace(
+                times=first.times * n_parts,
+                is_part=first.is_part or e.primitive.name in BODIES,
+                others=(*first.others, *[x for x in rest if not x.is_placeholder]),
+            )
+            results.append(result)
+        return results
 
     # -- names -------------------------------------------------------------------------------------------
 
@@ -308,14 +286,11 @@ class Program:
         """Return the origin of a value in a body with the origin `outer`; `given` has those of inputs."""
         notes, others = list[Note](), list[Source]()
         while True:
-            notes, others = [*self.notes(source), *notes], [*others, *source.others]
-            is_view = bool(source.equations) and ROWS[source.name].is_view and bool(source.equations[-1].invars)
-            if not is_view:
+            notes, others = [*source.notes, *notes], [*others, *source.others]
+            is_view = bool(source.operands) and ROWS[source.name].is_view
+            if not is_view or source.operands[0].is_constant or source.operands[0].packed:
                 break
-            operand = self.source(source.equations[-1].invars[0], source.frame)
-            if operand.is_constant or operand.is_packed:
-                break
-            source = operand
+            source = source.operands[0]
         own = outer
         if source.is_input:
             own = given.get(source.variable, Origin())
