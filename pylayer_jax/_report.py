@@ -12,11 +12,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from ._hooks import Mark, Origin, Program, Source, hooks_ignored, is_reported, stage_named
+from ._hooks import Origin, Program, Source, hooks_ignored, is_reported, stage_named
 from ._jax.jaxprs import jaxpr_and_consts
 from ._jax.jaxprs import line_of as source_line
 from ._jax.rule_function import merge, select
@@ -81,7 +81,7 @@ class SavedTensor:
     """One row of a report: a residual, or several that differ only in their values."""
 
     kind: str  # "input"; or "layer" if a layer saves the tensor; or "copy" (of an input), "operation", "constant"
-    layer: str  # the class of the layer that saves the tensor; empty if no layer saves it
+    layer: str  # the class of the layer that computed the tensor, else that saves it; empty if no layer saves it
     name: str  # "saved[0]", a name from `saved_names` or `checkpoint_name`, or the name of the operation or input
     shape: tuple[int, ...]
     dtype: str
@@ -220,27 +220,9 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return SavedTensorsReport(rows, _device_bytes(unpacked))
 
 
-class _Residual(NamedTuple):
-    """An array that JAX keeps for a tensor: the tensor itself, or what a pack hook made of it."""
-
-    variable: Any
-    tensor: Source
-    operand: Any  # a key of the operand of the pack hook; None if the tensor is not packed
-    times: int  # the number of parts of the tensor, such as one per iteration of a scan
-    bytes: int  # the size of all parts of the tensor, before packing
-    is_of_host_call: bool
-
-    @property
-    def packed_bytes(self) -> int:
-        return _size(self.variable.aval)
-
-    @property
-    def is_on_host(self) -> bool:
-        return self.variable.aval.memory_space == jax.memory.Space.Host
-
-
 def _size(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
+    """Return the bytes of an array; of the empty result of a `Mark`, those of its tensor."""
+    return math.prod(n for n in aval.shape if n) * aval.dtype.itemsize
 
 
 def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str], entry: Any) -> list[SavedTensor]:
@@ -256,20 +238,17 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
     program = Program(jaxpr, code)
     name_of_input = dict(zip(jaxpr.invars, names, strict=True))
-    groups: dict[Any, list[_Residual]] = {}
-    single: list[SavedTensor] = []
+    groups: dict[Any, list[tuple[Any, Source]]] = {}
     for v in {id(v): v for v in jaxpr.outvars}.values():  # a variable that is returned several times is kept once
         source = program.source(v)
+        tensor, packing = source.packed or (source, None)
         # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _layer_rule.py.
-        if v.aval.size:
-            found = _residual(v, source)
-            key = found.tensor.key, found.times, found.tensor.aval.shape, found.operand
+        if v.aval.size or (source.recomputed_from and tensor.aval.size):
+            key = tensor.key, source.times, tensor.times, tensor.aval.shape, packing
             # An input that JAX keeps both as such and in other arrays gets two rows.
             is_held = source.is_input and not source.is_part and (key, True) not in groups
-            groups.setdefault((key, is_held), []).append(found)
-        elif isinstance(source.function, Mark) and source.function.recomputed_from is not None:
-            single.append(_recomputed_row(v, source, entry))
-    single += [_row(program, group, is_held, name_of_input, entry) for (_, is_held), group in groups.items()]
+            groups.setdefault((key, is_held), []).append((v, source))
+    single = [_row(program, kept, is_held, name_of_input, entry) for (_, is_held), kept in groups.items()]
     summed = "times", "bytes", "packed_bytes", "host_bytes"
     rows = [
         dataclasses.replace(row, **{name: n * getattr(row, name) for name in summed})
@@ -278,77 +257,50 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     return sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes, -r.bytes))
 
 
-def _residual(variable: Any, source: Source) -> _Residual:
-    if source.packed is None:
-        return _Residual(variable, source, None, source.times, _size(variable.aval), False)
-    tensor, operand = source.packed
-    # Count each iteration that packs the tensor, and all shards of it.
-    size = tensor.times * _size(tensor.aval) * (variable.aval.size // source.aval.size)
-    return _Residual(variable, tensor, operand, tensor.times * source.times, size, source.name == "host_call")
-
-
-def _recomputed_row(variable: Any, source: Source, entry: Any) -> SavedTensor:
-    """Return the row of a recomputed tensor; `variable` is the empty array that its `Mark` returned."""
-    mark, shape, all_parts = source.function, list(source.aval.shape), list(variable.aval.shape)
-    for lengths in (shape, all_parts):
-        lengths.remove(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
-    equations = source.operands[-1].equations
-    return SavedTensor(
-        kind="layer" if mark.origin.layer else "operation",
-        layer=mark.origin.layer,
-        name=mark.origin.name or mark.origin.operation,
-        shape=tuple(shape),
-        dtype=str(source.aval.dtype),
-        times=source.times,
-        bytes=math.prod(all_parts) * variable.aval.dtype.itemsize,
-        packed_bytes=0,
-        source=line_of(equations),
-        note=f"computed again from {mark.recomputed_from}",
-        is_recomputed=True,
-        inside=_inside(equations, mark.origin, entry),
-    )
-
-
 def _row(
-    program: Program, kept: list[_Residual], is_held: bool, name_of_input: Mapping[Any, str], entry: Any
+    program: Program,
+    kept: Sequence[tuple[Any, Source]],
+    is_held: bool,
+    name_of_input: Mapping[Any, str],
+    entry: Any,
 ) -> SavedTensor:
     """Return the row of a tensor for which JAX keeps arrays: copies of it, or what a pack hook made of it."""
-    tensor, n = kept[0].tensor, 1 if kept[0].operand is not None else len(kept)  # each unpacked array is a copy
-    notes = tensor.notes
-    savers = [note for note in notes if note.layer]
+    source = kept[0][1]
+    tensor, _ = source.packed or (source, None)
+    n, n_parts = (1, tensor.times) if source.packed else (len(kept), 1)  # each unpacked array is a copy
+    # Count each iteration that packs the tensor, and all shards of it.
+    sizes = [n_parts * _size(tensor.aval) * _size(v.aval) // _size(x.aval) for v, x in kept]
+    arrays = [] if source.recomputed_from else [v.aval for v, _ in kept]
+    host_bytes = sum(_size(a) for a in arrays if a.memory_space == jax.memory.Space.Host)
+    told = [note.origin for note in tensor.notes if note.origin is not None and note.origin.block is not None]
+    origin = told[-1] if told else program.origin(tensor, Origin(block=entry))
     input_name = name_of_input.get(tensor.variable, "") if tensor.is_input else ""
-    kind = "copy" if tensor.is_input else "operation" if tensor.equations else "constant"
-    names = [input_name or program.operation(tensor), *[note.name for note in notes if not note.layer]]
-    layer, name, equations = savers[0][:3] if savers else ("", names[-1], tensor.equations)
-    origins = [note.origin for note in notes[::-1] if note.origin is not None]
-    entries = [o.block for o in origins if o.block is not None]  # for a layer that is decorated itself
+    savers = [note for note in tensor.notes if note.layer]
+    equations = savers[0].equations if savers else tensor.equations
+    layer = origin.layer if origin.name else ""
     remarks = {
         f"the input {input_name}": bool(savers) and tensor.is_input,
-        **{f"also {n.layer}, {n.name}": (n.layer, n.name) != (layer, name) for n in savers},
-        "in host memory": any(x.is_on_host for x in kept),
-        "packed on the host": any(x.is_of_host_call for x in kept),
+        **{f"also {n.layer}, {n.name}": (n.layer, n.name) != (origin.layer, origin.name) for n in savers},
+        "in host memory": host_bytes,
+        "packed on the host": any(x.name == "host_call" for _, x in kept),
+        f"computed again from {source.recomputed_from}": source.recomputed_from,
     }
+    kind = "copy" if tensor.is_input else "operation" if tensor.equations else "constant"
     return SavedTensor(
         kind="input" if is_held else "layer" if layer else kind,
         layer=layer,
-        name=name,
+        name=origin.name or input_name or origin.operation or program.operation(tensor),
         shape=tuple(tensor.aval.shape),
         dtype=str(tensor.aval.dtype),
-        times=n * kept[0].times,
-        bytes=n * max(x.bytes for x in kept),
-        packed_bytes=sum(x.packed_bytes for x in kept),
-        host_bytes=sum(x.packed_bytes for x in kept if x.is_on_host),
-        source=line_of(equations) or source_line(entries[:1]),
+        times=n * n_parts * source.times,
+        bytes=n * max(sizes),
+        packed_bytes=sum(map(_size, arrays)),
+        host_bytes=host_bytes,
+        source=line_of(equations) or source_line([o.block for o in told]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
-        inside=_inside(equations, next(iter(origins), None), entry),
+        is_recomputed=not arrays,
+        inside=origin.inside,
     )
-
-
-def _inside(equations: Sequence[Any], origin: Origin | None, entry: Any) -> tuple[str, ...]:
-    """Return the names that a decorated function would see, or those from the call of the report."""
-    if origin is not None and origin.block is not None:
-        return origin.inside
-    return Origin(sources=tuple(e.source_info for e in equations), block=entry).inside if equations else ()
 
 
 def line_of(equations: Sequence[Any]) -> str:

@@ -31,7 +31,6 @@ from .block import saved_tensors_hooks as saved_tensors_hooks
 from .operations import mark_as_computed as mark_as_computed
 from .operations import saver_of as saver_of
 from .origins import LayerFunction as LayerFunction
-from .origins import Mark as Mark
 from .origins import Program as Program
 from .origins import Source as Source
 from .pack import Origin as Origin

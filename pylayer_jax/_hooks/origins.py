@@ -147,7 +147,7 @@ class Source(NamedTuple):
     times: int = 1  # the number of parts
     is_part: bool = False  # whether a scan, cond or shard_map returns the value
     others: tuple[Source, ...] = ()  # if a cond returns the value: what its other branches return in its place
-    packed: tuple[Source, Any] | None = None  # if a pack hook computed the value: its tensor, and a key of its operand
+    packed: tuple[Source, Any] | None = None  # if a pack hook or `Mark` computed the value: its tensor, and a key
 
     @property
     def key(self) -> Any:
@@ -166,6 +166,10 @@ class Source(NamedTuple):
     def function(self) -> Any:
         """The layer or the mark that computes the value, or another function with a rule."""
         return _nested_functions(self.equations[-1])[-1] if self.equations else None
+
+    @property
+    def recomputed_from(self) -> str | None:
+        return self.function.recomputed_from if isinstance(self.function, Mark) else None
 
     @property
     def layer(self) -> str:
@@ -224,23 +228,22 @@ class Program:
                 keys = [_key(v, equations[:-1]) for v in e.invars]
                 read = [x.packed or (x, key) for x, key in zip(operands, keys, strict=True)]
                 packed = max(read, key=lambda pair: (not pair[0].is_constant, pair[0].aval.size), default=None)
-            results = [_new_source(v, *equations, operands=operands, packed=packed) for v in e.outvars]
             functions = _nested_functions(e)
             function = functions[-1]
+            if isinstance(function, Mark):
+                x, origin = operands[-1], function.origin  # the operands before it are constants of batched code
+                packed = x, _key(e, equations)
+                if origin != Origin():
+                    x.notes.append(Note("", origin.name, (), origin))
+            results = [_new_source(v, *equations, operands=operands, packed=packed) for v in e.outvars]
             if isinstance(function, LayerFunction):
                 for x, name in _saved(functions, operands, results):
                     x.notes.append(Note(function.layer_name, name, equations))
-                return results
-            if isinstance(function, Mark):
-                x, origin = operands[-1], function.origin  # the operands before it are constants of batched code
-                if (name := origin.name or origin.operation) and x.equations and not x.packed:
-                    x.notes.append(Note("", name, (), origin))
-                return results
             if e.primitive.name == "name":
                 operands[0].notes.append(Note("", e.params["name"], equations))
             if _returns_operands(e):
                 return _passed(operands, e.invars, e.outvars)
-            bodies = _bodies(e)
+            bodies = [] if isinstance(function, (LayerFunction, Mark)) else _bodies(e)
             return self._sources_of_bodies(e, bodies, operands, equations) if bodies else results
 
         known = {v: _new_source(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, inputs, strict=True))
@@ -299,7 +302,7 @@ class Program:
             sources = (*outer.sources, *[e.source_info for e in source.equations])
             own = dataclasses.replace(outer, operation=operation, layer=source.layer, name="", sources=sources)
         savers = [note for note in notes if note.layer]
-        names = [note.name for note in notes if not note.layer]
+        names = [note.name for note in notes if note.name and not note.layer]
         found = tuple(self.origin(x, outer, given) for x in others)
         own = dataclasses.replace(own, name=names[-1] if names else own.name, others=found or own.others)
         if not savers:

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
-from tests.hooks.spy import bytes_held
-from tests.kit.layers import ForwardTanh, Multiply, Tanh, layer
+from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from tests.hooks.spy import bytes_held, noting
+from tests.kit.layers import ForwardTanh, Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
 
 X = jnp.ones((8, 4))
@@ -80,6 +81,20 @@ def test_an_input_is_told_apart_from_its_copy():
     # A ready pair does not pack values that come into the block from outside.
     assert saved_tensors_report(cast_saved()(loss), X).input_bytes == SIZE
     assert saved_tensors_report(cast_saved(arguments=True)(loss), X).input_bytes == 0
+
+
+def test_rows_have_the_names_that_are_keys_of_by_name():
+    def loss(x):
+        h = checkpoint_name(x @ W, "product").T
+        return jnp.sum(jnp.exp(h) * Multiply.apply(Square.apply(h), jnp.tanh(h)))
+
+    rows = [r for r in saved_tensors_report(loss, X).rows if r.kind in ("layer", "operation")]
+    names = {r.layer for r in rows} | {r.name for r in rows}
+    assert names >= {"product", "Square", "tanh", "exp"}
+    for name in filter(None, names):
+        kept = []
+        jax.grad(by_name({name: noting(kept), ...: None})(loss))(X)
+        assert kept
 
 
 @pytest.mark.parametrize("around", [lambda f: f, cast_saved()], ids=["plain", "block"])
