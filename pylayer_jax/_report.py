@@ -105,7 +105,7 @@ class SavedTensorsReport:
     @property
     def total_bytes(self) -> int:
         """The bytes that the vjp function holds on the device, without the inputs, which the caller holds."""
-        return _device_bytes(self.rows)
+        return sum(r.packed_bytes - r.host_bytes for r in self.rows if r.kind != "input")
 
     @property
     def host_bytes(self) -> int:
@@ -175,10 +175,6 @@ def function_of(layer: Any) -> Any:
     return getattr(layer, "apply", None) if isinstance(layer, type) else layer
 
 
-def _device_bytes(rows: Sequence[SavedTensor]) -> int:
-    return sum(r.packed_bytes - r.host_bytes for r in rows if r.kind != "input")
-
-
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
     """List the residuals that `jax.vjp` of `fun` at `args` and `kwargs` holds for backward.
 
@@ -214,10 +210,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     names = [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in skeleton.tensor_paths()]
     entry = current()
     with hooks_ignored():
-        unpacked = _rows(run, tensors, names, entry)
+        unpacked = SavedTensorsReport(_rows(run, tensors, names, entry), 0).total_bytes
     with is_reported(True):  # each tensor that a plan keeps gets a `Mark`, a further residual of size 0
         rows = _rows(run, tensors, names, entry)
-    return SavedTensorsReport(rows, _device_bytes(unpacked))
+    return SavedTensorsReport(rows, unpacked)
 
 
 def _size(aval: Any) -> int:

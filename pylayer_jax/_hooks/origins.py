@@ -192,10 +192,9 @@ def _new_source(variable: Any, *equations: Any, operands: Sequence[Source] = (),
 
 def _passed(sources: Sequence[Source], outside: Sequence[Any], inside: Sequence[Any]) -> list[Source]:
     """Return the sources of the variables `inside`, which are those `outside` or slices of them."""
-    pairs = zip(*_shapes(outside, inside), strict=True)
     return [
         x if given == got else x._replace(aval=v.aval, times=1)
-        for x, v, (given, got) in zip(sources, inside, pairs, strict=True)
+        for x, v, given, got in zip(sources, inside, *_shapes(outside, inside), strict=True)
     ]
 
 
