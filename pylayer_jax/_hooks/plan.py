@@ -137,22 +137,19 @@ class Graph:
 
     def __init__(
         self,
-        jaxpr: Any,
-        maker: Mapping[Any, Any],
+        derivative: Any,
         pair: Pair,
         outside: Collection[Any],
         lent: Collection[Any],
         keeping: Callable[[Any], Keeping],
         fixed: Mapping[Any, Keeping],
-        operations_of: Mapping[Any, frozenset[Any]],
-        operation_of: Mapping[Any, Any],
     ) -> None:
-        self.jaxpr, self.maker, self.pair = jaxpr, maker, pair  # maker: variable -> its equation, in order
-        self._read = {id(e): variables(e.invars) for e in jaxpr.eqns}
-        self.position = {v: i for i, v in enumerate(maker)}
-        self.operations_of = operations_of  # residual -> the operations whose derivatives read it
-        self.residuals = list(operations_of)
-        self._operation_of = operation_of  # variable -> the operation of its equation
+        self.jaxpr, self.maker, self.pair = derivative.forward, derivative.maker, pair
+        self._read = {id(e): variables(e.invars) for e in self.jaxpr.eqns}
+        self.position = {v: i for i, v in enumerate(self.maker)}
+        self.operations_of = derivative.readers  # residual -> the operations whose derivatives read it
+        self.residuals = list(self.operations_of)
+        self._operation_of = derivative.operation_of  # variable -> the operation of its equation
         self._keeping, self._of_keeping = keeping, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
         self.inputs_of = {v: [v] for v in outside}  # a free input, or a view of such -> the inputs
@@ -162,10 +159,10 @@ class Graph:
         # What backward must not make because of errors, where costly equations may not and may be repeated.
         self._forbidden = {False: set[Any](), True: set[Any]()}
         # Jitted functions of JAX hold numbers as other dtypes.
-        casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
+        casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
         self.numbers = {e.outvars[0]: e.invars[0].val for e in casts}
         # An error of these may become large: backward reads none of them with an error of others.
-        self.amplified = {x for e in jaxpr.eqns if _amplifies(e) for x in self._read[id(e)]}
+        self.amplified = {x for e in self.jaxpr.eqns if _amplifies(e) for x in self._read[id(e)]}
 
     def _free_and_views(self, outside: Collection[Any]) -> tuple[set[Any], set[Any]]:
         """Return what backward has without keeping it, and slices of it at indices that the function computed."""

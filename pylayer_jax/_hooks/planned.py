@@ -273,6 +273,7 @@ class Derivative:
         n = len(self.vjp.value_types)
         self.outputs, self.residuals = self.forward.outvars[:n], self.forward.outvars[n:]
         self.inputs = self.forward.invars[len(self.consts) :]
+        self.maker = {v: e for e in self.forward.eqns for v in e.outvars}  # of the forward pass, in order
         self._passes: dict[Any, Pass] = {}
 
     def _simplified(self, jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
@@ -307,7 +308,8 @@ class Derivative:
             self._passes[key] = self._staged_backward(used)
         return self._passes[key]
 
-    def readers(self) -> dict[Any, set[Any]]:
+    @functools.cached_property
+    def readers(self) -> dict[Any, frozenset[Any]]:
         """Return the residuals that backward reads, each with the operations whose derivatives read it."""
         residuals = variables(self.residuals)
         try:
@@ -315,12 +317,12 @@ class Derivative:
         except Exception:
             # An output may have no derivative, or none for these cotangents. Backward raises this error if it runs.
             # tests: integrations/test_solvers.py::test_implicit_gradients
-            return {x: set() for x in residuals}
-        found: dict[Any, set[Any]] = {}
+            return {x: frozenset() for x in residuals}
+        found: dict[Any, frozenset[Any]] = {}
         read = [(e.invars, self.operation_of[e.outvars[0]]) for e in backward.maker.values()]
         for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
             for x in set(variables(atoms)).intersection(residuals):
-                found.setdefault(x, set()).add(operation)
+                found[x] = found.get(x, frozenset()) | {operation}
         return found
 
     def _staged_backward(self, used: Sequence[bool]) -> Pass:
@@ -401,17 +403,16 @@ class Plan:
     def __init__(
         self,
         derivative: Derivative,
-        pair: Pair,
+        around: Surroundings,
         places: Sequence[Place],
         name: str,
         origin: Callable[[Any], Origin] | None,
-        price: float,
         bodies: Sequence[Bodies],
     ) -> None:
         """`places`: of the operands."""
-        self.derivative, self.pair, self.name, self._origin, self._bodies = derivative, pair, name, origin, bodies
-        forward, readers = derivative.forward, derivative.readers()
-        self.maker = {v: e for e in forward.eqns for v in e.outvars}
+        self.derivative, self.name, self._origin, self._bodies = derivative, name, origin, bodies
+        self.pair, self._price = pair, price = around.pair, around.price
+        self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         self.held &= self.maker.keys()
         with_bodies = [e for e in forward.eqns if e.primitive.name in BODIES]
@@ -423,23 +424,14 @@ class Plan:
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
-        self.inputs, self._price = derivative.inputs, price
-        self.graph = Graph(
-            forward,
-            self.maker,
-            pair,
-            free,
-            {v for v in free if place_of[v] is Place.LENT},
-            self._keeping,
-            self._fixed(readers, free),
-            {v: frozenset(found) for v, found in readers.items()},
-            derivative.operation_of,
-        )
+        lent = {v for v in free if place_of[v] is Place.LENT}
+        self.graph = Graph(derivative, pair, free, lent, self._keeping, self._fixed(readers, free))
         self.kept, self.made = self.graph.choose(price)
+        self._again = [v for v in readers if v in self.made]
         needed = self._needed(readers)
         self.free = [v for v in forward.invars if v in self.graph.free and v in needed]
         if pair.unmatched:
-            for v in (*self.kept, *[v for v in readers if v in self.made]):
+            for v in (*self.kept, *self._again):
                 pair.note(self.origin(v), v not in self.made)
         most = max([n_bytes(v.aval) for v in self.kept], default=0)
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
@@ -490,7 +482,7 @@ class Plan:
         """Return the plans of the bodies that read a variable, each with the input that gets it."""
         marks = [(mark, i) for mark, i in self.derivative.marks.get(v, ()) if isinstance(mark, Lent)]
         plans = [(f.plan, mark.positions[i]) for mark, i in marks for f in mark.functions if f and f.plan]
-        return [(plan, plan.inputs[position]) for plan, position in plans]
+        return [(plan, plan.derivative.inputs[position]) for plan, position in plans]
 
     def _marks_of(self, v: Any, kind: type[Any]) -> list[Any]:
         """Return the marks of a kind that a variable has, here or in a body."""
@@ -596,7 +588,7 @@ class Plan:
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
         further = self._further_residuals(values) if is_checked else []
         is_program = is_program or any(map(is_staged, residual_of.values()))
-        self.pair.n_recomputed[is_program] += len([v for v in self.made if v in self.graph.operations_of])
+        self.pair.n_recomputed[is_program] += len(self._again)
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
 
     @functools.cached_property
@@ -608,7 +600,7 @@ class Plan:
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
         jaxpr = self.derivative.forward
-        again = [v for v in self.graph.operations_of if v in self.made and v.aval.shape]
+        again = [v for v in self._again if v.aval.shape]
         missing = [e for e in live_equations(jaxpr, again) if not all(v in values for v in e.outvars)]
         _evaluate(self.derivative, missing, values)
         found: list[Any] = []
@@ -832,7 +824,7 @@ class Planned(HookedFunction):
             given = {v: carried if place is Place.COMPUTED else Origin() for v, place in pairs}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
-        return Plan(derivative, around.pair, self._places, self.name, origin, around.price, bodies)
+        return Plan(derivative, around, self._places, self.name, origin, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         with outside_blocks():
