@@ -79,7 +79,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
 def _runs_once(args: Sequence[Any], trace: Any) -> bool:
     """Return whether JAX differentiates an operation as it runs. It can stage one with a custom rule only once."""
     examples = list(map(whole_batch, args))
-    while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
+    while isinstance(trace, (BATCHED.trace, FORWARD.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
             return True
         # A trace that differentiates none of the operands passes the operation on to its parent trace.
