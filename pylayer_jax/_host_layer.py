@@ -341,16 +341,16 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
     tensors, run = [*inputs, *given], functools.partial(ctx.place.gradients, needed, skeleton)
-    if any(map(is_tracer, [ctx.number, *tensors])):
+    is_key = not isinstance(ctx.number, tuple)  # also a concrete one, of a vjp function that traced code returned
+    number = jax.random.key_data(ctx.number) if is_key else np.asarray(ctx.number, np.uint32)
+    if any(map(is_tracer, [number, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
         fixed = forbid_derivative(tensors, lambda: once_differentiable_error(call.layer))
         types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
-        is_eager = isinstance(ctx.number, tuple)
-        number = np.asarray(ctx.number, np.uint32) if is_eager else jax.random.key_data(ctx.number)
         values, _ = _bind_host_call(call, "backward", run, types, fixed, [number])
     else:
-        values = as_arrays(run(np.array(0), np.array(ctx.number, np.uint32), *map(np.asarray, tensors)))
+        values = as_arrays(run(np.array(0), np.asarray(number), *map(np.asarray, tensors)))
     rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
