@@ -79,6 +79,7 @@ from ._jax.types import (
     explicit_sharding,
     has_tangent,
     is_ref,
+    is_set,
     tangent_type,
     typeof,
     types_of,
@@ -112,17 +113,20 @@ class LayerMap(LinearMap):
         self.needs = list(needs)  # one bool per input: whether the input has a tangent
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
+        self.has_x64 = is_set("enable_x64")  # perhaps around `forward` alone
 
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
+        with jax.enable_x64(self.has_x64):
+            return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         if hasattr(self.call.layer, "jvp"):
             residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
-            pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
+            with jax.enable_x64(self.has_x64):
+                pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
         else:
             pushed = self._evaluate_by_transposing(residuals, tangents)
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
@@ -557,15 +561,17 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
     is_zero = [isinstance(c, SymbolicZero) or getattr(c, "dtype", None) == jax.dtypes.float0 for c in cotangents]
     given = [None if zero else c for zero, c in zip(is_zero, cotangents, strict=True)]
-    gradients = traced_call.maps[number].gradients(arrays[: traced_call.maps[number].n_residuals], given)
-    batched = next((c for c in given if is_batched(c)), None)
-    if batched is None:
-        return None, *gradients
-    # JAX would not sum a gradient without a batch axis over the examples: see NOTE [all outputs are batched] in
-    # `_jax/rule_function.py`. `jnp.where` is batched like its condition, which is any bool that is batched.
-    has_entry = batched.size and explicit_sharding(batched) is None  # JAX cannot index along an explicit mesh axis
-    condition = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
-    return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
+    linear = traced_call.maps[number]
+    with jax.enable_x64(linear.has_x64):
+        gradients = linear.gradients(arrays[: linear.n_residuals], given)
+        batched = next((c for c in given if is_batched(c)), None)
+        if batched is None:
+            return None, *gradients
+        # JAX would not sum a gradient without a batch axis over the examples: see NOTE [all outputs are batched] in
+        # `_jax/rule_function.py`. `jnp.where` is batched like its condition, which is any bool that is batched.
+        has_entry = batched.size and explicit_sharding(batched) is None  # JAX cannot index along an explicit mesh axis
+        condition = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
+        return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
 
 
 # A call that takes a Ref uses a separate custom_vjp function. It has no symbolic zeros: with these, JAX would not

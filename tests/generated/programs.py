@@ -245,14 +245,12 @@ def smaller(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yield the cases with one field as it is by default, or of order 1."""
     for name, default in (Case._field_defaults | {"order": 1}).items():
         if name not in ("pair", "in_block", "lossy") and getattr(case, name) not in (default, 0):
             yield case._replace(**{name: default})
 
 
 def kind_of(found: str | None) -> str:
-    """Return the type of the exception, or "error"."""
     return found.split(": ")[1].split()[0] if found else ""
 
 

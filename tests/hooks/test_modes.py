@@ -99,14 +99,17 @@ def without_layer(x):
 )
 def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
     make, tolerance = PACKERS[packer]
+    with_layer = lambda x: Tanh.apply(x) * jnp.sin(x) * jnp.where(x > 0, x, 2)  # noqa: E731
     with jax.enable_x64(forward):
         x = jnp.asarray(np.linspace(-1, 1, 128).reshape(4, 32), jnp.float64 if forward else jnp.float32)
-        (_, pull), (_, plain) = (jax.vjp(stage(f), x) for f in (make(tmp_path)(without_layer), without_layer))
+        functions = make(tmp_path)(without_layer), with_layer, without_layer
+        (_, pull), (_, of_layer), (_, plain) = (jax.vjp(stage(f), x) for f in functions)
         one = jnp.ones_like(x)
         (expected,) = plain(one)
     with jax.enable_x64(not forward):
-        (found,) = pull(one)
+        (found,), (gradient,) = pull(one), of_layer(one)
     assert_close(np.asarray(found), np.asarray(expected), tolerance)
+    assert_close(np.asarray(gradient), np.asarray(expected), 1e-6)
 
 
 def makes_nan(x):

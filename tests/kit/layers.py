@@ -56,8 +56,6 @@ SteepBothWays = layer(base=Steep, name="SteepBothWays", forward_mode=True)
 
 # The next three are not made with `plain=True`, because messages and reports name the parameters of their `forward`.
 class Multiply(PyLayer):
-    """Layer that saves its two inputs."""
-
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
@@ -70,8 +68,6 @@ class Multiply(PyLayer):
 
 
 class Matmul(PyLayer):
-    """Layer that saves its two matrices."""
-
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
