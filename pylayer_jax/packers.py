@@ -9,12 +9,8 @@
 Put the block around the whole loss: a pair packs the residuals that are computed inside it. Integers, complex numbers
 and PRNG keys are not packed. Unpacking restores the dtype, the sharding and the weak type of every tensor.
 
-All ready pairs have these keyword arguments:
-
-- `recompute`: whether backward computes cheap operations again instead of keeping their results. The default is True.
-- `arguments`: whether to pack values from outside the block too: weights, inputs, their slices, reshapes and casts.
-- `only`: a predicate that selects the tensors to pack. It gets an array, or an array and its origin (see
-  `saved_tensors_hooks`): `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars.
+`arguments` also packs weights, inputs, and their slices, reshapes and casts. `only` gets an array, or an array and its
+origin (see `saved_tensors_hooks`): `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars.
 """
 
 from __future__ import annotations
@@ -161,7 +157,9 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Args:
         pin_memory: whether eager mode keeps tensors in page-locked memory, which makes the transfer back faster.
-        recompute, arguments, only: see `pylayer_jax.packers`.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
     """
 
     def __init__(
@@ -209,7 +207,9 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
-        recompute, arguments, only: see `pylayer_jax.packers`.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
 
     Raises:
         TypeError: for another dtype.
@@ -274,7 +274,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
         stochastic: whether to round up or down at random, without bias. The random numbers are a hash of the value and
             of its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        recompute, arguments, only: see `pylayer_jax.packers`.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
 
     Raises:
         ValueError: for other `bits`, or if `block_size` is not a positive even number.
@@ -524,7 +526,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         directory: where the pair creates a folder for its files. It is created if needed.
-        recompute, arguments, only: see `pylayer_jax.packers`.
+        recompute: whether backward computes cheap operations again instead of keeping their results.
+        arguments: whether to pack values from outside the block too.
+        only: a predicate that selects the tensors to pack.
 
     Raises:
         OSError: if the directory cannot be written to, or is full (complete files stay readable); in backward, if a
