@@ -247,16 +247,18 @@ class LayerCall:
         self, axis: Any, result: Any, is_output: Callable[[object], bool], to_front: Callable[[Any, Any], Any]
     ) -> tuple[Skeleton, list[Any]]:
         """Split what `vmap` returned, with the batch axis of each array in front."""
-        try:
-            outputs, out_dims = result
-            arrays, skeleton = split(outputs, is_output)
-            dims = _dims_of_tensors(out_dims, outputs, is_output)
-            return skeleton, [to_front(x, dim) for x, dim in zip(arrays, dims, strict=True)]
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
-                f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {error}"
-            ) from error
+        cause: Exception | None = None
+        if isinstance(result, tuple) and len(result) == 2:
+            try:
+                arrays, skeleton = split(result[0], is_output)
+                dims = _dims_of_tensors(result[1], result[0], is_output)
+                return skeleton, [to_front(x, dim) for x, dim in zip(arrays, dims, strict=True)]
+            except (TypeError, ValueError) as error:
+                cause = error
+        raise ValueError(
+            f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
+            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {cause or ''}"
+        ) from cause
 
 
 def _dims_of_tensors(out_dims: Any, outputs: Any, is_output: Callable[[object], bool]) -> list[Any]:
