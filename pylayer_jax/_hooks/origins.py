@@ -114,8 +114,8 @@ def _returns_operands(equation: Any) -> bool:
 def _bodies(equation: Any) -> list[Any]:
     """Return the jaxprs that compute the results of a loop or a cond, of a jitted function or another call."""
     found = inner_jaxprs(equation.params)
-    shapes = [_shapes(x.invars, x.outvars) for x in (equation, *found)]
-    is_call = len(found) == 1 and shapes[0] == shapes[1]
+    shapes = [_shapes(x.invars, x.outvars) for x in (*found, equation)] if len(found) == 1 else []
+    is_call = bool(shapes) and shapes[0] == shapes[1]
     return found if equation.primitive.name in BODIES or is_call else []
 
 

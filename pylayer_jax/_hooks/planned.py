@@ -492,7 +492,7 @@ class Plan:
     def marks_of_input(self, x: Any, kind: type[Any]) -> list[Any]:
         """Return the marks of a free input and its views, so that a plan around this one respects them."""
         # tests: test_rules_that_compare_what_they_saved
-        return [mark for v in self.derivative.marks for mark in self._marks_of(v, kind) if x in self._inputs_of(v)]
+        return [mark for v in self.derivative.marks if x in self._inputs_of(v) for mark in self._marks_of(v, kind)]
 
     def _inputs_of(self, v: Any) -> Sequence[Any]:
         """Return the free inputs from which a free variable follows."""
