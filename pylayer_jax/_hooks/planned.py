@@ -285,7 +285,7 @@ class Derivative:
             if e.primitive is rule_function_p and (mark := mark_of(e)) is not None:
                 for i, x in enumerate(operands):
                     if not isinstance(x, Literal):
-                        marks.setdefault(x, []).append((mark, i))
+                        marks.setdefault(x, []).append((mark, mark.positions[i]))
                 return operands
             key = _key_of(e, operands)
             if key in computed:
@@ -481,8 +481,8 @@ class Plan:
     def _lent_to(self, v: Any) -> list[tuple[Plan, Any]]:
         """Return the plans of the bodies that read a variable, each with the input that gets it."""
         marks = [(mark, i) for mark, i in self.derivative.marks.get(v, ()) if isinstance(mark, Lent)]
-        plans = [(f.plan, mark.positions[i]) for mark, i in marks for f in mark.functions if f and f.plan]
-        return [(plan, plan.derivative.inputs[position]) for plan, position in plans]
+        plans = [(f.plan, mark.inputs[i]) for mark, i in marks for f in mark.functions if f and f.plan]
+        return [(plan, plan.derivative.inputs[i]) for plan, i in plans]
 
     def _marks_of(self, v: Any, kind: type[Any]) -> list[Any]:
         """Return the marks of a kind that a variable has, here or in a body."""

@@ -90,9 +90,9 @@ class Lent(Identity):
 
     name = "lent"
 
-    def __init__(self, types: Sequence[Any], functions: Sequence[Any], positions: Sequence[int]) -> None:
+    def __init__(self, types: Sequence[Any], functions: Sequence[Any], inputs: Sequence[int]) -> None:
         super().__init__(types)
-        self.functions, self.positions = functions, positions  # the planned bodies, and which of their inputs
+        self.functions, self.inputs = functions, inputs  # the planned bodies, and which of their inputs
 
 
 def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:

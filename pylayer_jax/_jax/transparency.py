@@ -177,20 +177,21 @@ class Identity(RuleFunction):
 
     def __init__(self, types: Sequence[Any]) -> None:
         self.jaxpr = _identity_jaxpr(self.name, tuple(types))
+        self.positions: Sequence[int] = range(len(types))  # those of its operands before JAX divided it
 
-    def of(self, types: Sequence[Any]) -> Identity:
+    def of(self, types: Sequence[Any], positions: Sequence[int]) -> Identity:
         other = copy.copy(self)
-        other.jaxpr = _identity_jaxpr(self.name, tuple(types))
+        other.jaxpr, other.positions = _identity_jaxpr(self.name, tuple(types)), positions
         return other
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        return self.of(select([v.aval for v in self.jaxpr.outvars], used)), list(used)
+        return self.of(select([v.aval for v in self.jaxpr.outvars], used), select(self.positions, used)), list(used)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         return apply(self, primals), list(tangents)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return self.of(types), [], list(dims)
+        return self.of(types, self.positions), [], list(dims)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
@@ -253,15 +254,20 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Bind an `Identity` for the unknown operands only, so that JAX never transposes it for some operands."""
-    unknown = [not tracer.is_known() for tracer in tracers]
+    """Divide an `Identity` of known and unknown operands, so that JAX never transposes it for some operands."""
+    known = [tracer.is_known() for tracer in tracers]
     function = payload_of_params(params)
-    if not isinstance(function, Identity) or all(unknown) or not any(unknown):
+    if not isinstance(function, Identity) or all(known) or not any(known):
         return trace.default_process_primitive(rule_function_p, tracers, params)
-    operands = select(tracers, unknown)
-    with set_current_trace(trace):
-        bound = iter(apply(function.of([x.aval for x in operands]), operands))
-    return [next(bound) if is_one else x.pval.get_known() for is_one, x in zip(unknown, tracers, strict=True)]
+    bound: dict[bool, Any] = {}
+    for kind in (
+        True,
+        False,
+    ):  # the known ones too: tests: hooks/test_nesting.py::test_a_plan_leaves_what_a_scan_packs_once
+        mask = [is_known is kind for is_known in known]
+        with set_current_trace(trace):
+            bound[kind] = iter(apply(function.without_unused(mask)[0], select(tracers, mask)))
+    return [next(bound[is_known]) for is_known in known]
 
 
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval

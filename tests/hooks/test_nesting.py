@@ -78,6 +78,13 @@ def test_a_tensor_is_packed_once_by_the_innermost_pair(form, between, saved, inn
         np.testing.assert_allclose(differentiate(hook(adding(10.0), f))(jnp.ones(())), 1 + (inner or 10))
 
 
+def test_a_plan_leaves_what_a_scan_packs_once():
+    step = adding(10.0)(jnp.multiply)
+    scan = adding(10.0)(lambda x, w: jax.lax.scan(lambda c, _: (step(c, w), None), x, length=2)[0])
+    for differentiate in (jax.grad, lambda *args: jax.jit(jax.grad(*args))):
+        np.testing.assert_allclose(differentiate(scan, (0, 1))(jnp.ones(()), jnp.ones(())), (121, 121 + 11))
+
+
 def fail(x):
     raise KeyError("mine")
 
