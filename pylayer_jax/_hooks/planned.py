@@ -353,48 +353,41 @@ def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
     return equations_to(jaxpr, (), wanted, keeps_effects=True)[0]
 
 
-def _evaluate(
-    derivative: Derivative,
-    equations: Sequence[Any],
-    values: dict[Any, Any],
-    read: Callable[[Any], Any] | None = None,
-    is_wanted: Callable[[Any], bool] | None = None,
-) -> None:
+class Action(NamedTuple):
+    """A part of a pass: code that is evaluated, or tensors that are packed or restored."""
+
+    code: Any = None  # a jaxpr
+    restored: Sequence[Any] = ()  # in staged code behind a barrier with the cotangents that are `bound`
+    bound: Sequence[Any] = ()  # in a forward pass: the tensors to pack, each behind a barrier with its packed form
+    dropped: Sequence[Any] = ()  # what no later action reads: eager code would hold it until the pass ends
+
+
+def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[Action]:
+    """Return the actions, each of which drops what is not read later."""
+    live, found = set(variables(returned)), list[Action]()
+    for action in reversed(actions):
+        code = action.code
+        made = {*action.bound, *(code.outvars if code else action.restored)}
+        read = [*action.bound, *(code.invars if code else ())]
+        code = code and code.replace(outvars=[v for v in code.outvars if v in live])
+        found.append(action._replace(code=code, dropped=[v for v in made.union(read) if v not in live]))
+        live = (live - made).union(read)
+    return found[::-1]
+
+
+def _evaluate(derivative: Derivative, code: Any, values: dict[Any, Any]) -> None:
     is_checked = is_nan_reported()
     # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
-    for group in [[e] for e in equations] if is_checked else [list(equations)]:
-        jaxpr = jaxpr_of(group)
-        if is_wanted and not is_checked:
-            jaxpr = jaxpr.replace(outvars=[v for v in jaxpr.outvars if is_wanted(v)])
-        is_inner = is_checked and any(derivative.calls_of[v] for v in jaxpr.outvars)
+    for part in [jaxpr_of([e]) for e in code.eqns] if is_checked else [code]:
+        is_inner = is_checked and any(derivative.calls_of[v] for v in part.outvars)
         run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
         try:
-            found = run(jaxpr, (), *map(read or values.__getitem__, jaxpr.invars))
+            found = run(part, (), *map(values.__getitem__, part.invars))
         except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
-            error.add_note(f"The operation {group[0].primitive.name} is at {line_of([group[0].source_info])}.")
+            (e,) = part.eqns
+            error.add_note(f"The operation {e.primitive.name} is at {line_of([e.source_info])}.")
             raise
-        values.update(zip(jaxpr.outvars, found, strict=True))
-
-
-class _Run:
-    """Evaluates equations in groups, and drops each value that no later row reads: eager code would hold all of them.
-
-    A row is the variables that an equation reads; the last one is those that the run returns.
-    """
-
-    def __init__(self, derivative: Derivative, values: dict[Any, Any], last: Mapping[Any, int]) -> None:
-        """`last`: variable -> the last row that reads it. If it is empty, as in staged code, nothing is dropped."""
-        self._derivative, self._values, self._last = derivative, values, last
-        self.equations: list[Any] = []  # not yet evaluated
-        self._expiring = sorted(last, key=last.__getitem__, reverse=True)
-
-    def evaluate(self, row: int, read: Callable[[Any], Any] | None = None) -> None:
-        """Evaluate the equations, and drop what rows from this one on do not read."""
-        is_read = lambda v: self._last.get(v, -1) >= row  # noqa: E731
-        _evaluate(self._derivative, self.equations, self._values, read, is_read if self._last else None)
-        self.equations.clear()
-        while self._expiring and not is_read(self._expiring[-1]):
-            self._values.pop(self._expiring.pop(), None)
+        values.update(zip(part.outvars, found, strict=True))
 
 
 class Plan:
@@ -419,6 +412,7 @@ class Plan:
         self.held |= {v for e in with_bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
         free = {v for v, place in place_of.items() if pair.leaves(place)}
+        self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
         self._keeping_of: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
         for e in forward.eqns:
@@ -564,26 +558,20 @@ class Plan:
 
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
         """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
-        jaxpr, derivative = self.derivative.forward, self.derivative
+        derivative = self.derivative
         is_checked, is_program = is_reported.value or is_nan_reported(), any(map(is_staged, primals))
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, [*derivative.consts, *primals], strict=True))
-        run = _Run(derivative, values, {} if is_checked or is_program else self._last_rows)
+        values: dict[Any, Any] = dict(zip(derivative.forward.invars, [*derivative.consts, *primals], strict=True))
         residual_of: dict[Any, Any] = {}
-
-        def pack(computed: Sequence[Any], row: int) -> None:
-            for v in computed:
-                if v in self._packed or v in self._narrow:
-                    run.evaluate(row)
+        for action in self._forward_actions:
+            if action.code:
+                _evaluate(derivative, action.code, values)
+            for v in action.bound:
                 if v in self._narrow and is_staged(values[v]):
                     values[v] = rounded(values[v])
                 if v in self._packed:
                     values[v], residual_of[v] = self._with_residual(v, values[v])
-
-        pack(jaxpr.invars, 0)
-        for n, e in enumerate(self.forward_equations):
-            run.equations.append(e)
-            pack(e.outvars, n)
-        run.evaluate(len(self.forward_equations))
+            for v in () if is_checked else action.dropped:
+                values.pop(v, None)
         residual_of |= {v: values[v] for v in self.kept if v not in self._packed}
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
         further = self._further_residuals(values) if is_checked else []
@@ -592,17 +580,23 @@ class Plan:
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
 
     @functools.cached_property
-    def _last_rows(self) -> dict[Any, int]:
-        rows = [[*variables(e.invars), *self._packed.intersection(e.outvars)] for e in self.forward_equations]
-        returned = [*variables(self.derivative.outputs), *self.free, *[v for v in self.kept if v not in self._packed]]
-        return {v: n for n, row in enumerate([*rows, returned]) for v in row}
+    def _forward_actions(self) -> list[Action]:
+        actions, equations = list[Action](), list[Any]()
+        for e in [None, *self.forward_equations]:
+            equations += [e] if e else []
+            computed = e.outvars if e else self.derivative.forward.invars
+            if bound := [v for v in computed if v in self._packed or v in self._narrow]:
+                actions += [Action(jaxpr_of(equations)), Action(bound=bound)]
+                equations = []
+        kept = [v for v in self.kept if v not in self._packed]
+        return with_lifetimes([*actions, Action(jaxpr_of(equations))], [*self.derivative.outputs, *self.free, *kept])
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
         jaxpr = self.derivative.forward
         again = [v for v in self._again if v.aval.shape]
         missing = [e for e in live_equations(jaxpr, again) if not all(v in values for v in e.outvars)]
-        _evaluate(self.derivative, missing, values)
+        _evaluate(self.derivative, jaxpr_of(missing), values)
         found: list[Any] = []
         if is_reported.value:
             key_of = {v: next(iter(self.origin(v).keys), "") for v in self.kept}
@@ -616,10 +610,99 @@ class Plan:
         """`places`: for each free or kept variable, positions among the residuals in place of arrays."""
         with outside_blocks():
             used = [c is not None for c in cotangents]
+            backward = self.derivative.backward(used)
             found = tree_map(as_arrays(residuals).__getitem__, list(places))
             residual_of = dict(zip([*self.free, *self.kept], found, strict=True))
-            backward = self.derivative.backward(used)
-            return _BackwardRun(self, backward, residual_of, select(cotangents, used)).run()
+            values = {**backward.consts, **dict(zip(backward.jaxpr.invars, select(cotangents, used), strict=True))}
+            key = tuple(used), any(map(is_staged, values.values()))
+            if key not in self._actions:
+                self._actions[key] = self._backward_actions(backward, key[1])
+            for action in self._actions[key]:
+                if action.code:
+                    _evaluate(self.derivative, action.code, values)
+                arrays = {id(a): a for v in action.restored for a in tree_leaves(residual_of[v])}
+                read, given = waiting(list(arrays.values()), [values[v] for v in action.bound])
+                arrays = dict(zip(arrays, read, strict=True))
+                values |= zip(action.bound, given, strict=True)
+                for v in action.restored:
+                    values[v] = restored(tree_map(lambda a: arrays[id(a)], residual_of[v]))  # noqa: B023
+                for v in action.dropped:
+                    values.pop(v, None)
+            outputs = [v.val if isinstance(v, Literal) else values[v] for v in backward.jaxpr.outvars]
+            return scatter(outputs, backward.reached)
+
+    def _backward_actions(self, backward: Pass, is_program: bool) -> list[Action]:
+        """Return actions in which a variable that does not depend on cotangents is computed where it is first read.
+
+        In staged code, XLA would compute them when the forward pass ends, and hold them, so they wait for the
+        cotangents. What comes from outside is read anew each time: else XLA shares a slice of stacked weights with the
+        forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
+        deviation, and does not fuse it into each operation that reads it.
+        """
+        known = {*backward.consts, *backward.dependent}
+        actions, equations = list[Action](), list[Any]()
+        returned = [v for v in variables(backward.jaxpr.outvars) if v not in known]
+        for e in [*backward.equations, None]:
+            read = variables(e.invars) if e else returned
+            if not known.issuperset(read):
+                again, residuals = self._missing(read, known, backward)
+                # No Refs wait.
+                cotangents = [v for v in read if v in backward.dependent and isinstance(v.aval, ShapedArray)]
+                cotangents, broadcasts = self._awaited(cotangents, known, backward) if is_program else (cotangents, [])
+                actions += [Action(jaxpr_of(equations)), Action(None, [*residuals], cotangents)]
+                equations = [*broadcasts, *again]
+                views = {v for v in residuals if v in self.graph.free or v in self.small}
+                for x in again:
+                    operands = variables(x.invars)
+                    is_passing = ROWS[x.primitive.name].is_view or self.small.issuperset(x.outvars)
+                    if is_passing and operands and views.issuperset(operands):
+                        views.update(x.outvars)
+                known.update({*residuals, *[v for x in again for v in x.outvars]} - views)
+            equations += [e] if e else []
+        return with_lifetimes([*actions, Action(jaxpr_of(equations))], backward.jaxpr.outvars)
+
+    def _awaited(
+        self, cotangents: Sequence[Any], known: Collection[Any], backward: Pass
+    ) -> tuple[Sequence[Any], list[Any]]:
+        """Return what to wait for, and the equations from it to the cotangents: XLA writes out what a barrier gets."""
+        found, equations = list[Any](), list[Any]()
+        # A cotangent may be the broadcast of a number, or of that of a mean.
+        # tests: test_the_cotangent_of_a_sum_or_a_mean_is_not_written_out
+        for v in cotangents:
+            smallest, chain, n = v, list[Any](), 0
+            while (e := backward.maker.get(v)) and ROWS[e.primitive.name].recomputed:
+                (*others, v) = sorted(variables(e.invars), key=backward.dependent.__contains__)  # noqa: PLW2901
+                if any([x.aval.shape or x not in known for x in others]):  # noqa: C419 - a list is faster
+                    break
+                chain.append(e)
+                if e.primitive.name == "broadcast_in_dim":
+                    smallest, n = v, len(chain)
+            found.append(smallest)
+            equations += chain[:n][::-1]
+        return list(dict.fromkeys(found)), equations
+
+    def _missing(
+        self, wanted: Sequence[Any], known: Collection[Any], backward: Pass
+    ) -> tuple[list[Any], dict[Any, None]]:
+        """Return the equations that compute the variables, in order, and the residuals that these read."""
+        residuals, kept = dict[Any, None](), {*self.free, *self.kept}
+        order: dict[int, Any] = {}
+        to_visit = [(v, False) for v in reversed(wanted)]
+        while to_visit:
+            v, is_ready = to_visit.pop()
+            if v in known or v in residuals:
+                continue
+            if v in kept:
+                residuals[v] = None
+                continue
+            e = self.maker.get(v) or backward.maker[v]
+            if id(e) in order:
+                continue
+            if is_ready:
+                order[id(e)] = e
+            else:
+                to_visit += [(v, True), *[(x, False) for x in reversed(variables(e.invars))]]
+        return list(order.values()), residuals
 
     def _with_residual(self, v: Any, value: Any) -> tuple[Any, Any]:
         """Return a value, in staged code behind a barrier, and its residual."""
@@ -647,118 +730,6 @@ def size_of(steps: Sequence[Any], aval: Any) -> float:
         if step.size is not None:
             return step.size(aval)
     return size
-
-
-class _BackwardRun:
-    def __init__(self, plan: Plan, backward: Pass, residual_of: Mapping[Any, Any], cotangents: Sequence[Any]) -> None:
-        self._plan, self._pass, self._residual_of = plan, backward, residual_of
-        self._values = {**backward.consts, **dict(zip(backward.jaxpr.invars, cotangents, strict=True))}
-        self._is_program = any(map(is_staged, self._values.values()))
-        self._views: dict[Any, Any] = {}  # what comes from outside or is small, for the equation that reads it now
-
-    def run(self) -> Values:
-        equations, outputs = self._pass.equations, self._pass.jaxpr.outvars
-        rows = [variables(e.invars) for e in equations]
-        last = {} if self._is_program else self._last_rows([*rows, variables(outputs)])
-        run = _Run(self._plan.derivative, self._values, last)
-        for n, (e, row) in enumerate(zip(equations, rows, strict=True)):
-            if any([v not in self._values and v not in self._pass.dependent for v in row]):  # noqa: C419 - a list is faster
-                run.evaluate(n, self._read)
-                self._prepare(row)
-            run.equations.append(e)
-        run.evaluate(len(rows), self._read)
-        self._prepare([v for v in variables(outputs) if v not in self._pass.dependent])
-        return scatter([v.val if isinstance(v, Literal) else self._read(v) for v in outputs], self._pass.reached)
-
-    def _last_rows(self, rows: Sequence[Sequence[Any]]) -> dict[Any, int]:
-        """Return the last row that reads each variable, or something that is computed from it then."""
-        last, known = dict[Any, int](), {*self._pass.dependent, *self._residual_of, *self._values}
-        for n, row in enumerate(rows):
-            to_visit = list(row)
-            while to_visit:
-                v = to_visit.pop()
-                last[v] = n
-                if v not in known:
-                    known.add(v)
-                    to_visit += variables(self._maker(v).invars)
-        return last
-
-    def _maker(self, v: Any) -> Any:
-        return self._plan.maker.get(v) or self._pass.maker[v]
-
-    def _read(self, v: Any) -> Any:
-        return self._views[v] if v in self._views else self._values[v]
-
-    def _prepare(self, atoms: Sequence[Any]) -> None:
-        """Compute those of the variables that do not depend on cotangents.
-
-        In staged code, XLA would compute them when the forward pass ends, and hold them, so they wait for the
-        cotangents. What comes from outside is read anew each time: else XLA shares a slice of stacked weights with the
-        forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
-        deviation, and does not fuse it into each operation that reads it.
-        """
-        self._views = {}
-        plan, known = self._plan, variables(atoms)
-        order, arrays_of = self._missing(known)
-        arrays = {id(a): a for a in tree_leaves(list(arrays_of.values()))}
-        dependent = [v for v in known if v in self._pass.dependent and isinstance(v.aval, ShapedArray)]  # no Refs
-        cotangents, broadcasts = self._cotangents(dependent)
-        bound, given = waiting(list(arrays.values()), [self._values[v] for v in cotangents])
-        arrays = dict(zip(arrays, bound, strict=True))
-        self._values |= zip(cotangents, given, strict=True)
-        if broadcasts:
-            _evaluate(plan.derivative, broadcasts, self._values)
-        for v, residual in arrays_of.items():
-            value = restored(tree_map(lambda a: arrays[id(a)], residual))
-            (self._views if v in plan.graph.free or v in plan.small else self._values)[v] = value
-        found: dict[Any, Any] = {}
-        _evaluate(plan.derivative, order, found, lambda v: found[v] if v in found else self._read(v))
-        for e in order:
-            read = variables(e.invars)
-            is_passing = ROWS[e.primitive.name].is_view or plan.small.issuperset(e.outvars)
-            is_view = is_passing and bool(read) and all(v in self._views for v in read)
-            (self._views if is_view else self._values).update({v: found[v] for v in e.outvars})
-
-    def _cotangents(self, dependent: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
-        """Return the cotangents to wait for, and the equations that follow: XLA writes out what a barrier gets."""
-        if not self._is_program:
-            return dependent, []
-        cotangents, equations = list[Any](), list[Any]()
-        # A cotangent may be the broadcast of a number, or of that of a mean.
-        # tests: test_the_cotangent_of_a_sum_or_a_mean_is_not_written_out
-        for v in dependent:
-            smallest, chain, n = v, list[Any](), 0
-            while (e := self._pass.maker.get(v)) and ROWS[e.primitive.name].recomputed:
-                (*others, v) = sorted(variables(e.invars), key=self._pass.dependent.__contains__)  # noqa: PLW2901
-                if any([x.aval.shape or x not in self._values for x in others]):  # noqa: C419 - a list is faster
-                    break
-                chain.append(e)
-                if e.primitive.name == "broadcast_in_dim":
-                    smallest, n = v, len(chain)
-            cotangents.append(smallest)
-            equations += chain[:n][::-1]
-        return list(dict.fromkeys(cotangents)), equations
-
-    def _missing(self, wanted: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
-        """Return the equations that compute the variables, in order, and the residuals that these read."""
-        arrays_of: dict[Any, Any] = {}
-        order: dict[int, Any] = {}
-        to_visit = [(v, False) for v in reversed(wanted)]
-        while to_visit:
-            v, is_ready = to_visit.pop()
-            if v in self._values or v in arrays_of:
-                continue
-            if v in self._residual_of:
-                arrays_of[v] = self._residual_of[v]
-                continue
-            e = self._maker(v)
-            if id(e) in order:
-                continue
-            if is_ready:
-                order[id(e)] = e
-            else:
-                to_visit += [(v, True), *[(x, False) for x in reversed(variables(e.invars))]]
-        return list(order.values()), arrays_of
 
 
 class Planned(HookedFunction):
