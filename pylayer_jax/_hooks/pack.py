@@ -153,7 +153,7 @@ class Pair:
     def all_steps(self) -> list[Step]:
         return [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
 
-    def steps_for(self, origin: Origin) -> Sequence[Step]:
+    def steps_by_name(self, origin: Origin) -> Sequence[Step]:
         """Return the steps for a tensor; none if a branch of a `cond` that returns it in one array is excluded."""
         if self.by_name is None:
             return self.steps
@@ -246,7 +246,7 @@ class PackedTensor:
 def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
     if not is_selected(pair.only, tensor, where, origin):
         return ()
-    return _steps_for(tensor, pair.steps_for(origin), where, origin)
+    return _steps_that_pack(tensor, pair.steps_by_name(origin), where, origin)
 
 
 def roundings_of(steps: Sequence[Step], tensor: Any) -> frozenset[Rounding]:
@@ -291,7 +291,9 @@ def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
         return all(bool(only(array, o)) for o in (origin, *origin.others))
 
 
-def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False) -> Sequence[Step]:
+def _steps_that_pack(
+    array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False
+) -> Sequence[Step]:
     """Return the first step that packs `array`, and all later ones. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
@@ -325,7 +327,7 @@ def _pack(
 
     # Where JAX traces the hooks, a concrete array is a constant, which no later step packs.
     candidates = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)] if later else []
-    later_of = {id(x): _steps_for(x, later, where, origin, is_made(x)) for x in candidates}
+    later_of = {id(x): _steps_that_pack(x, later, where, origin, is_made(x)) for x in candidates}
 
     def packed_again(x: Any) -> Any:
         own = later_of.get(id(x))

@@ -372,9 +372,9 @@ class Graph:
         recomputed = ROWS[e.primitive.name].recomputed
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
-        for ignores_steep in (False, True):
+        for ignores_steep in () if None in conditions else (False, True):
             judged = self._operands(e, operands, ignores_steep)
-            if all(condition is not None and condition(e, judged) for condition in conditions):
+            if all(condition(e, judged) for condition in conditions if condition):
                 # Without a large factor before it, this one would do: keep the value behind the factor.
                 return (set(result.steep) - {v} or {v}) if ignores_steep else None
         return {v}

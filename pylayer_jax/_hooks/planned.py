@@ -152,45 +152,38 @@ class Surroundings(NamedTuple):
 Bodies = tuple[Any, list[Any]]
 
 
-def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, plans_bodies: bool) -> tuple[Any, list[Bodies]]:
-    """Return a copy in which rules of users are marked and, if `plans_bodies`, bodies are planned; and these bodies.
+def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, bodies: list[Bodies] | None) -> Any:
+    """Return a copy in which rules of users are marked, and bodies are planned and added to `bodies`, if it is a list.
 
     `is_free`: for each input, whether it comes from outside the decorated function.
     """
     free = set(select(jaxpr.invars, is_free))
-    equations, bodies = list[Any](), list[Bodies]()
-    for e in jaxpr.eqns:
-        own, bodies_of_e = _prepared_equation(e, free, around, plans_bodies)
-        equations += own
-        bodies += bodies_of_e
-    return jaxpr.replace(eqns=equations), bodies
+    return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, free, around, bodies)])
 
 
-def _prepared_equation(
-    e: Any, free: set[Any], around: Surroundings, plans_bodies: bool
-) -> tuple[list[Any], list[Bodies]]:
+def _prepared_equation(e: Any, free: set[Any], around: Surroundings, bodies: list[Bodies] | None) -> list[Any]:
     name, params = e.primitive.name, e.params
     is_free = [isinstance(x, Literal) or x in free for x in e.invars]
     if ROWS[name].is_view and all(is_free):
         free.update(e.outvars)
     if name in _CUSTOM_RULES:
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
-        return [_application(rule, e, rule.jaxpr.invars, e.outvars)], []
+        return [_application(rule, e, rule.jaxpr.invars, e.outvars)]
     inner = inner_jaxprs(params)
     if name in JITTED:
         (code,) = inner
         names = _primitives_in(code)
         has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
-        if not has_rules and not (plans_bodies and not names.isdisjoint(BODIES)):
-            return [e], []
+        if not has_rules and (bodies is None or names.isdisjoint(BODIES)):
+            return [e]
         # Calls of one jitted function share its equations, and each keeps its own residuals.
-        changed, bodies = prepared(code, is_free, around, plans_bodies)
-        return [e.replace(params={**params, "jaxpr": with_jaxpr(params["jaxpr"], changed)})], bodies
+        changed = with_jaxpr(params["jaxpr"], prepared(code, is_free, around, bodies))
+        return [e.replace(params={**params, "jaxpr": changed})]
     has_refs = not all(isinstance(x.aval, ShapedArray) for x in e.invars)
-    if not plans_bodies or name not in BODIES or has_refs or any(j.constvars for j in inner):
-        return [e], []
+    if bodies is None or name not in BODIES or has_refs or any(j.constvars for j in inner):
+        return [e]
     if name == "cond" and around.pair.moves_to_host:
-        return [e], []
+        return [e]
     n_before = len(e.invars) - len(inner[0].invars)  # the index of a cond
     is_free = is_free[n_before:]
     computed = Place.COMPUTED if name == "shard_map" else Place.LENT  # a shard_map packs what it reads, in shards
@@ -211,7 +204,8 @@ def _prepared_equation(
     marked = [Var(v.aval) for v in lent]
     marks = [_application(Lent([v.aval for v in lent], functions, positions), e, lent, marked)] if lent else []
     operands = [*e.invars[:n_before], *merge(is_lent, marked, e.invars[n_before:])]
-    return [*marks, e.replace(invars=operands, params={**params, **changed[name]})], [(e, functions)]
+    bodies.append((e, functions))
+    return [*marks, e.replace(invars=operands, params={**params, **changed[name]})]
 
 
 def _application(function: Any, like: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
@@ -783,7 +777,8 @@ class Planned(HookedFunction):
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         is_free = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
-        code, bodies = prepared(self.jaxpr, is_free, around, plans_bodies)
+        bodies = list[Bodies]()
+        code = prepared(self.jaxpr, is_free, around, bodies if plans_bodies else None)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin = None
         if around.pair.is_selective or is_reported.value:
