@@ -157,7 +157,7 @@ def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, bodies: 
 
     `is_free`: for each input, whether it comes from outside the decorated function.
     """
-    free = set(select(jaxpr.invars, is_free))
+    free = {*jaxpr.constvars, *select(jaxpr.invars, is_free)}
     return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, free, around, bodies)])
 
 
@@ -240,7 +240,6 @@ class Pass(NamedTuple):
 
     jaxpr: Any  # cotangents -> cotangents of the differentiated operands; it reads variables of the forward pass
     reached: Sequence[bool]  # for each of these operands: whether it has a cotangent
-    consts: Mapping[Any, Any]  # concrete arrays that rules of users close over, by variable
     dependent: set[Any]  # the variables that depend on cotangents
     equations: Sequence[Any]
     maker: Mapping[Any, Any]  # variable -> equation
@@ -259,14 +258,16 @@ class Derivative:
             return [*values, *residuals], vjp
 
         with active(PLANNED):
-            # `consts`: concrete arrays that rules of users close over, the first operands of the forward pass.
-            jaxpr, self.consts, self.vjp = stage(forward, types, name)
+            jaxpr, consts, self.vjp = stage(forward, types, name)
+        # By variable, of all passes: concrete arrays that rules of users and jitted functions close over.
+        self.constants = dict(zip(jaxpr.invars, consts, strict=False))
         self.calls_of: dict[Any, Any] = {}  # result of an equation, of all passes -> the jitted functions around it
         self.operation_of: dict[Any, Any] = {}  # the same -> a key of the operation that the equation belongs to
-        self.forward, self.marks = self._simplified(jaxpr)  # operands -> values, residuals
+        code, self.marks = self._simplified(jaxpr)
+        self.inputs = jaxpr.invars[len(consts) :]
+        self.forward = code.replace(invars=[*self.constants, *self.inputs])  # constants, operands -> values, residuals
         n = len(self.vjp.value_types)
         self.outputs, self.residuals = self.forward.outvars[:n], self.forward.outvars[n:]
-        self.inputs = self.forward.invars[len(self.consts) :]
         self.maker = {v: e for e in self.forward.eqns for v in e.outvars}  # of the forward pass, in order
         self._passes: dict[Any, Pass] = {}
 
@@ -294,7 +295,7 @@ class Derivative:
             return results
 
         known = {v: v for v in jaxpr.invars} | dict(given)
-        outvars = interpret_opened(rule, jaxpr, known)
+        outvars = interpret_opened(rule, jaxpr, known, self.constants)
         return jaxpr.replace(eqns=equations, outvars=outvars), marks
 
     def backward(self, used: Sequence[bool]) -> Pass:
@@ -330,7 +331,8 @@ class Derivative:
         with active(PLANNED):
             types = [*[v.aval for v in self.residuals], *select(self.vjp.cotangent_types, used)]
             code, consts, reached = stage(run, types, "backward")
-        own, inputs = code.invars[: len(consts)], code.invars[len(consts) :]
+        inputs = code.invars[len(consts) :]
+        self.constants |= zip(code.invars, consts, strict=False)
         jaxpr, _ = self._simplified(code, dict(zip(inputs, self.residuals, strict=False)))
         jaxpr = jaxpr.replace(invars=inputs[n:])
         dependent = set(jaxpr.invars)
@@ -340,7 +342,7 @@ class Derivative:
         live = live_equations(jaxpr, jaxpr.outvars)
         equations = [e for e in live if e.effects or not dependent.isdisjoint(e.outvars)]
         maker = {v: e for e in live for v in e.outvars}
-        return Pass(jaxpr, reached, dict(zip(own, consts, strict=True)), dependent, equations, maker)
+        return Pass(jaxpr, reached, dependent, equations, maker)
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
@@ -402,7 +404,7 @@ class Plan:
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         self.held &= self.maker.keys()
-        with_bodies = [e for e in forward.eqns if e.primitive.name in BODIES]
+        with_bodies = [e for e in forward.eqns if e.primitive.name in (*BODIES, *JITTED)]
         self.held |= {v for e in with_bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
         free = {v for v, place in place_of.items() if pair.leaves(place)}
@@ -554,7 +556,7 @@ class Plan:
         """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
         derivative = self.derivative
         is_checked, is_program = is_reported.value or is_nan_reported(), any(map(is_staged, primals))
-        values: dict[Any, Any] = dict(zip(derivative.forward.invars, [*derivative.consts, *primals], strict=True))
+        values = {**derivative.constants, **dict(zip(derivative.inputs, primals, strict=True))}
         residual_of: dict[Any, Any] = {}
         for action in self._forward_actions:
             if action.code:
@@ -607,8 +609,9 @@ class Plan:
             backward = self.derivative.backward(used)
             found = tree_map(as_arrays(residuals).__getitem__, list(places))
             residual_of = dict(zip([*self.free, *self.kept], found, strict=True))
-            values = {**backward.consts, **dict(zip(backward.jaxpr.invars, select(cotangents, used), strict=True))}
-            key = tuple(used), any(map(is_staged, values.values()))
+            given = select(cotangents, used)
+            values = {**self.derivative.constants, **dict(zip(backward.jaxpr.invars, given, strict=True))}
+            key = tuple(used), any(map(is_staged, given))
             if key not in self._actions:
                 self._actions[key] = self._backward_actions(backward, key[1])
             for action in self._actions[key]:
@@ -633,7 +636,7 @@ class Plan:
         forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
         deviation, and does not fuse it into each operation that reads it.
         """
-        known = {*backward.consts, *backward.dependent}
+        known = {*backward.dependent, *self.derivative.constants}.difference(self.derivative.forward.invars)
         actions, equations = list[Action](), list[Any]()
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in known]
         for e in [*backward.equations, None]:

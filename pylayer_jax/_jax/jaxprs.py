@@ -253,10 +253,13 @@ def jaxpr_of(equations: Sequence[Any]) -> Any:
     return Jaxpr((), inputs, [*results], [*equations], effects, _DEBUG_INFO)
 
 
-def interpret_opened(rule: Callable[..., Sequence[Any]], jaxpr: Any, known: Mapping[Any, Any]) -> list[Any]:
+def interpret_opened(
+    rule: Callable[..., Sequence[Any]], jaxpr: Any, known: Mapping[Any, Any], constants: dict[Any, Any]
+) -> list[Any]:
     """Return the outputs of a jaxpr as `interpret` does, where each jitted function is replaced by its equations.
 
-    `rule` also gets the calls around an equation, and a key of its operation, which its derivatives have too.
+    `rule` also gets the calls around an equation, and a key of its operation, which its derivatives have too. The
+    arrays that jitted functions close over are added to `constants`, by variable.
     """
 
     is_users_of = functools.cache(is_users)
@@ -276,8 +279,9 @@ def interpret_opened(rule: Callable[..., Sequence[Any]], jaxpr: Any, known: Mapp
                 equation = equation.replace(source_info=source)
             if equation.primitive.name == "jit" and is_inlinable(params):
                 inner, consts = jaxpr_and_consts(params["jaxpr"])
-                if not consts:
-                    return opened(inner, dict(zip(inner.invars, operands, strict=True)), (*calls, equation))
+                constants.update(zip(inner.constvars, consts, strict=True))
+                known = dict(zip((*inner.constvars, *inner.invars), (*inner.constvars, *operands), strict=True))
+                return opened(inner, known, (*calls, equation))
             return rule(equation, operands, calls, operation)
 
         return interpret(rule_or_call, code.eqns, known, code.outvars, of_literal=lambda literal: literal)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 
 from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, recompute_saved
@@ -60,6 +60,7 @@ def in_shard_map(f):
 BETWEEN = {
     "nothing": lambda f: f,
     **{name: STAGED[name] for name in ("jit", "scan", "cond", "checkpoint")},
+    "jit with shardings": lambda f: jax.jit(f, out_shardings=SingleDeviceSharding(jax.devices()[0])),
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "shard_map": in_shard_map,
 }
