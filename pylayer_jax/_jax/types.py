@@ -100,8 +100,9 @@ def is_key(value: Any) -> bool:
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Return zeros with the sharding and varying axes of `aval`, which `jnp.zeros` would lose."""
-    return ad.instantiate_zeros(ad.Zero(aval))
+    """Return zeros with the sharding, varying axes and memory space of `aval`, which `jnp.zeros` would lose."""
+    zeros = ad.instantiate_zeros(ad.Zero(aval))  # on the device
+    return zeros if typeof(zeros).memory_space == aval.memory_space else jax.device_put(zeros, aval.memory_space)
 
 
 def full_cotangent(cotangent: Any, aval: Any) -> Any:
