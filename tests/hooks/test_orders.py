@@ -54,6 +54,12 @@ def test_it_is_refused_with_another_pair(staged, function):
         jax.grad(lambda x: first(x).sum())(X)
 
 
+def test_two_derivatives_in_a_block_that_moves_to_host_memory():
+    twice = lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(x) ** 2)  # noqa: E731
+    expected, found = (jax.jit(jax.grad(f))(X) for f in (twice, in_block(save_on_cpu(), twice)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 DERIVATIVES = {
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
     "jacfwd": jax.jacfwd,
