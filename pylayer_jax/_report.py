@@ -254,11 +254,7 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
 
 
 def _row(
-    program: Program,
-    kept: Sequence[tuple[Any, Source]],
-    is_held: bool,
-    name_of_input: Mapping[Any, str],
-    entry: Any,
+    program: Program, kept: Sequence[tuple[Any, Source]], is_held: bool, name_of_input: Mapping[Any, str], entry: Any
 ) -> SavedTensor:
     """Return the row of a tensor for which JAX keeps arrays: copies of it, or what a pack hook made of it."""
     source = kept[0][1]

@@ -20,15 +20,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import (
-    inner_jaxprs,
-    interpret,
-    is_literal,
-    is_users,
-    jaxpr_and_consts,
-    scan_counts,
-    stage,
-)
+from pylayer_jax._jax.jaxprs import inner_jaxprs, interpret, is_literal, is_users, jaxpr_and_consts, scan_counts, stage
 from pylayer_jax._jax.rule_function import (
     BatchedFunction,
     RuleFunction,

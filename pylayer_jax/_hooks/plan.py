@@ -23,18 +23,7 @@ from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
 from .pack import Pair, Step, roundings_of
-from .primitives import (
-    EXACT,
-    OTHER,
-    ROWS,
-    SAME,
-    STEEP,
-    UNKNOWN,
-    Error,
-    Operand,
-    Rounding,
-    is_steep,
-)
+from .primitives import EXACT, OTHER, ROWS, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_steep
 
 SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _UNIT: Final = 1024  # an operation, in the capacities of a graph

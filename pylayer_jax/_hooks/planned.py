@@ -39,14 +39,7 @@ from pylayer_jax._jax.jaxprs import (
     variables,
     with_jaxpr,
 )
-from pylayer_jax._jax.rule_function import (
-    Values,
-    apply,
-    merge,
-    rule_function_p,
-    scatter,
-    select,
-)
+from pylayer_jax._jax.rule_function import Values, apply, merge, rule_function_p, scatter, select
 from pylayer_jax._jax.traces import (
     NEEDS_VALUES,
     Literal,
@@ -62,14 +55,7 @@ from pylayer_jax._jax.traces import (
     is_tracer,
     set_current_trace,
 )
-from pylayer_jax._jax.types import (
-    as_arrays,
-    is_key,
-    is_nan_reported,
-    is_ref,
-    typeof,
-    unchecked,
-)
+from pylayer_jax._jax.types import as_arrays, is_key, is_nan_reported, is_ref, typeof, unchecked
 from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
 from .active import PLANNED, active, is_reported
@@ -861,11 +847,7 @@ class NotPlannedError(Exception):
 
 
 def call_planned(
-    function: Callable[..., Any],
-    pair: Pair,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    warn: Callable[[str], None],
+    function: Callable[..., Any], pair: Pair, args: tuple[Any, ...], kwargs: dict[str, Any], warn: Callable[[str], None]
 ) -> Any:
     """Call a decorated function where JAX traces or differentiates it."""
     tensors, skeleton = split((args, kwargs))

@@ -16,16 +16,7 @@ from pylayer_jax._messages import OnceDifferentiableError
 from pylayer_jax._report import html_table, progress
 
 from . import _properties
-from ._subject import (
-    Cases,
-    MismatchError,
-    Options,
-    Subject,
-    first_line,
-    name_of,
-    run_check,
-    tensor_function,
-)
+from ._subject import Cases, MismatchError, Options, Subject, first_line, name_of, run_check, tensor_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 

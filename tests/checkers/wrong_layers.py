@@ -133,8 +133,7 @@ DropsOneOfThree = layer(without_zeros(lambda x: (x, 2 * x, 3 * x)), one_of_three
 DropsAnArgument = layer(base=Multiply, backward=none_unless_all)
 # Gives a gradient only if each output has a cotangent that is not zero.
 NeedsEveryCotangent = layer(
-    lambda ctx, x: (x, 2 * x),
-    lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0),
+    lambda ctx, x: (x, 2 * x), lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0)
 )
 
 

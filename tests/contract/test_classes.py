@@ -22,10 +22,7 @@ from tests.kit.layers import Tanh, layer, loss
 
 X = jnp.array([0.3, -0.7])
 
-TRIPLE = {
-    "forward": staticmethod(lambda ctx, x: 3 * x),
-    "backward": staticmethod(lambda ctx, dy: 5 * dy),
-}
+TRIPLE = {"forward": staticmethod(lambda ctx, x: 3 * x), "backward": staticmethod(lambda ctx, dy: 5 * dy)}
 
 
 def check_triple(layer):

@@ -136,10 +136,7 @@ def called(held, x):
 @pytest.mark.parametrize("mode", DEAD.values(), ids=DEAD)
 @pytest.mark.parametrize("hide", HOLD.values(), ids=HOLD)
 def test_a_traced_value_on_ctx_that_has_ended_is_an_error(hide, mode, keep, read):
-    holding = layer(
-        lambda ctx, x, held: (keep(ctx, held), called(held, x))[1],
-        lambda ctx, dy: called(read(ctx), dy),
-    )
+    holding = layer(lambda ctx, x, held: (keep(ctx, held), called(held, x))[1], lambda ctx, dy: called(read(ctx), dy))
 
     def run():
         return mode(lambda x, w: holding.apply(x, hide(w)))(X, X)

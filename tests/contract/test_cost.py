@@ -188,15 +188,9 @@ BOTH = {("Tanh/forward", "tanh"), ("Tanh/backward", "sub")}
 NAMED = {
     "forward": (loss_of(Tanh), {("Tanh/forward", "tanh")}),
     **{name: (MODES[name](loss_of(Tanh)), BOTH) for name in ("jit-grad", "scan", "remat")},
-    "forward mode": (
-        pushed(loss_of(ForwardTanh)),
-        {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")},
-    ),
+    "forward mode": (pushed(loss_of(ForwardTanh)), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
     "jvp of its own": (pushed(loss_of(OwnJvp)), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
-    "vmap of its own": (
-        jax.vmap(jax.grad(loss_of(OwnVmap))),
-        {("OwnVmap/vmap", "tan"), ("OwnVmap/backward", "sub")},
-    ),
+    "vmap of its own": (jax.vmap(jax.grad(loss_of(OwnVmap))), {("OwnVmap/vmap", "tan"), ("OwnVmap/backward", "sub")}),
     "setup_context": (jax.grad(loss_of(Split)), {("Split/forward", "tanh"), ("Split/backward", "sub")}),
     "within a layer": (jax.value_and_grad(loss_of(Outer)), {("Outer/forward", "exp"), ("Tanh/forward", "tanh")}),
 }

@@ -47,9 +47,7 @@ def _of_wave(ctx, dy, dz):
 # Saves an intermediate; its rule is not the gradient of its first output.
 Wave = layer(_wave, _of_wave, name="Wave")
 NamedProduct = layer(
-    lambda ctx, x, w: ctx.save_for_backward(x, w) or checkpoint_name(x @ w, "product"),
-    base=Matmul,
-    name="NamedProduct",
+    lambda ctx, x, w: ctx.save_for_backward(x, w) or checkpoint_name(x @ w, "product"), base=Matmul, name="NamedProduct"
 )
 NamedSteep = layer(base=Steep, name="NamedSteep", saved_names=True)
 
@@ -172,10 +170,7 @@ def _sin_and_cos(ctx, x, y):
 
 Both = layer(
     _sin_and_cos,
-    lambda ctx, da, db: (
-        2 * da * jnp.cos(ctx.saved_tensor()[0]) + db,
-        -db * jnp.sin(ctx.saved_tensor()[1]),
-    ),
+    lambda ctx, da, db: (2 * da * jnp.cos(ctx.saved_tensor()[0]) + db, -db * jnp.sin(ctx.saved_tensor()[1])),
     name="Both",
 )
 

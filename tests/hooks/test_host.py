@@ -83,9 +83,7 @@ def test_a_tensor_that_does_not_change_in_a_loop_may_be_packed_once_and_unpacked
 
 
 Scaled = layer(
-    lambda x, scale: x * scale.astype(x.dtype),
-    lambda x, scale, dy: (dy * scale.astype(dy.dtype), None),
-    plain=True,
+    lambda x, scale: x * scale.astype(x.dtype), lambda x, scale, dy: (dy * scale.astype(dy.dtype), None), plain=True
 )
 
 

@@ -10,15 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import (
-    by_name,
-    cast_saved,
-    chain,
-    quantize_saved,
-    recompute_saved,
-    save_on_cpu,
-    save_on_disk,
-)
+from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT, STAGED
 
