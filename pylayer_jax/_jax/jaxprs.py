@@ -30,6 +30,7 @@ from .traces import (
     Jaxpr,
     Literal,
     ShapedArray,
+    Var,
     checkpoint_name,
     current,
     eval_jaxpr,
@@ -279,8 +280,9 @@ def interpret_opened(
                 equation = equation.replace(source_info=source)
             if equation.primitive.name == "jit" and is_inlinable(params):
                 inner, consts = jaxpr_and_consts(params["jaxpr"])
-                constants.update(zip(inner.constvars, consts, strict=True))
-                known = dict(zip((*inner.constvars, *inner.invars), (*inner.constvars, *operands), strict=True))
+                own = [Var(v.aval) for v in inner.constvars]  # two calls may share a jaxpr, with different arrays
+                constants.update(zip(own, consts, strict=True))
+                known = dict(zip((*inner.constvars, *inner.invars), (*own, *operands), strict=True))
                 return opened(inner, known, (*calls, equation))
             return rule(equation, operands, calls, operation)
 
