@@ -211,13 +211,13 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     entry = current()
     with hooks_ignored():
         unpacked = SavedTensorsReport(_rows(run, tensors, names, entry), 0).total_bytes
-    with is_reported(True):  # each tensor that a plan keeps gets a `Mark`, a further residual of size 0
+    with is_reported(True):  # each tensor that a plan keeps gets a `ReportMark`, a further residual of size 0
         rows = _rows(run, tensors, names, entry)
     return SavedTensorsReport(rows, unpacked)
 
 
 def _size(aval: Any) -> int:
-    """Return the bytes of an array; of the empty result of a `Mark`, those of its tensor."""
+    """Return the bytes of an array; of the empty result of a `ReportMark`, those of its tensor."""
     return math.prod(n for n in aval.shape if n) * aval.dtype.itemsize
 
 
@@ -238,7 +238,7 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     for v in {id(v): v for v in jaxpr.outvars}.values():  # a variable that is returned several times is kept once
         source = program.source(v)
         tensor, packing = source.packed or (source, None)
-        # Residuals of size 0 are the results of `Mark`s, and run numbers: see NOTE [several runs] in _layer_rule.py.
+        # Residuals of size 0 are those of `ReportMark`s, and run numbers: see NOTE [several runs] in _layer_rule.py.
         if v.aval.size or (source.recomputed_from and tensor.aval.size):
             key = tensor.key, source.times, tensor.times, tensor.aval.shape, packing
             # An input that JAX keeps both as such and in other arrays gets two rows.

@@ -141,9 +141,5 @@ def active_pair() -> Pair | None:
     return block.value
 
 
-def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    return active(SUSPENDED)
-
-
 def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
     return active(OFF)

@@ -35,7 +35,7 @@ from pylayer_jax._jax.transparency import Identity
 from pylayer_jax._jax.types import has_tangent, is_nan_reported, is_set, typeof
 from pylayer_jax._trees import WeakTable, hashable
 
-from .active import OFF, PLANNED, Block, active, active_pair, hooks_suspended, innermost_block
+from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
 from .pack import Pair, Place
 from .planned import Planned, Surroundings, staged
 from .primitives import JITTED, ROWS, is_number
@@ -59,7 +59,7 @@ class Operation(NamedTuple):
 
 
 def _is(fact: str, name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> bool:
-    """Return whether a fact of the table is true of an operation; of a jitted function, for all that it does."""
+    """Return whether a fact is true of an operation; of a jitted function, for all whose results have tangents."""
     if name in JITTED:
         return all(_is(fact, e.primitive.name, e.params, e.outvars) for j in inner_jaxprs(params) for e in j.eqns)
     return getattr(ROWS[name], fact) or (bool(results) and not any(has_tangent(v.aval) for v in results))
@@ -109,7 +109,7 @@ class BlockTrace(PassThroughTrace):
         trace = current_trace()
         super().__init__(
             without_pass_through(trace)
-        )  # skip the traces of outer blocks: only the innermost pair applies
+        )  # past the traces of outer blocks: only the innermost pair applies
         self.outer = trace if isinstance(trace, BlockTrace) else None
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
@@ -195,7 +195,7 @@ class BlockTrace(PassThroughTrace):
             return operation.bind(*args)
         if not _has_reverse_mode(operation, args) or operation.keeps_nothing(args):
             # The keys of JAX's caches contain the active block: JAX would compile an eager operation per pair.
-            with hooks_suspended():
+            with active(SUSPENDED):
                 return operation.bind(*args)
         if operation.primitive is None and operation.kind != "shard_map" and _runs_once(args, self.parent_trace):
             return apply(UsersRule(operation.name, Saver(self.pair, "", places), bind=operation.bind), args)

@@ -38,7 +38,7 @@ from .primitives import BODIES, JITTED, ROWS
 # -- functions that leave notes ----------------------------------------------------------------------------
 
 
-class Mark(RuleFunction):
+class ReportMark(RuleFunction):
     """Marks a tensor that a plan keeps or makes, so that `saved_tensors_report` finds it.
 
     Its result is a further, empty residual: f32[0,8,4] for f32[8,4], or f32[3,0,8,4] in a scan of length 3.
@@ -106,8 +106,9 @@ def _returns_operands(equation: Any) -> bool:
 def _bodies(equation: Any) -> list[Any]:
     """Return the jaxprs that compute the results of a loop or a cond, of a jitted function or another call."""
     found = inner_jaxprs(equation.params)
-    shapes = [_shapes(x.invars, x.outvars) for x in (*found, equation)] if len(found) == 1 else []
-    is_call = bool(shapes) and shapes[0] == shapes[1]
+    is_call = len(found) == 1 and _shapes(found[0].invars, found[0].outvars) == _shapes(
+        equation.invars, equation.outvars
+    )
     return found if equation.primitive.name in BODIES or is_call else []
 
 
@@ -121,10 +122,10 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 class Note(NamedTuple):
     """A note that a layer saves a value, or that the value has a name."""
 
-    layer: str  # the layer that saves the value; empty for a `Mark` and for `checkpoint_name`
+    layer: str  # the layer that saves the value; empty for a `ReportMark` and for `checkpoint_name`
     name: str
     equations: tuple[Any, ...]  # those that lead to the layer
-    origin: Origin | None = None  # of a `Mark`
+    origin: Origin | None = None  # of a `ReportMark`
 
 
 class Source(NamedTuple):
@@ -139,7 +140,7 @@ class Source(NamedTuple):
     times: int = 1  # the number of parts
     is_part: bool = False  # whether a scan, cond or shard_map returns the value
     others: tuple[Source, ...] = ()  # if a cond returns the value: what its other branches return in its place
-    packed: tuple[Source, Any] | None = None  # if a pack hook or `Mark` computed the value: its tensor, and a key
+    packed: tuple[Source, Any] | None = None  # if a pack hook or `ReportMark` computed the value: its tensor, and a key
 
     @property
     def key(self) -> Any:
@@ -161,7 +162,7 @@ class Source(NamedTuple):
 
     @property
     def recomputed_from(self) -> str | None:
-        return self.function.recomputed_from if isinstance(self.function, Mark) else None
+        return self.function.recomputed_from if isinstance(self.function, ReportMark) else None
 
     @property
     def layer(self) -> str:
@@ -221,7 +222,7 @@ class Program:
                 packed = max(read, key=lambda pair: (not pair[0].is_constant, pair[0].aval.size), default=None)
             functions = _nested_functions(e)
             function = functions[-1]
-            if isinstance(function, Mark):
+            if isinstance(function, ReportMark):
                 x, origin = operands[-1], function.origin  # the operands before it are constants of batched code
                 packed = x, _key(e, equations)
                 if origin != Origin():
@@ -234,7 +235,7 @@ class Program:
                 operands[0].notes.append(Note("", e.params["name"], equations))
             if _returns_operands(e):
                 return _passed(operands, e.invars, e.outvars)
-            bodies = [] if isinstance(function, (LayerFunction, Mark)) else _bodies(e)
+            bodies = [] if isinstance(function, (LayerFunction, ReportMark)) else _bodies(e)
             return self._sources_of_bodies(e, bodies, operands, equations) if bodies else results
 
         known = {v: _new_source(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, inputs, strict=True))

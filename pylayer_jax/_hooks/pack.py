@@ -162,10 +162,6 @@ class Pair:
         excluded = [key for key in named if not self.by_name[key]]
         return self.by_name.get((excluded or named or [...])[0], ())
 
-    def is_named(self, equation: Any) -> bool:
-        """Return whether the pair may choose other hooks for the result of an equation, by its name."""
-        return self.is_selective and equation.primitive.name == "name"
-
     def note(self, origin: Origin, is_kept: bool) -> None:
         """Record the names of a tensor, for a warning about keys of `by_name` that match no kept one."""
         for key in {key for o in (origin, *origin.others) for key in o.keys}:
@@ -207,12 +203,12 @@ def key_of(value: Any) -> Any:
 PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
 
 
-class PackedTensor:
+class Restorer:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no JAX array."""
 
     def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
         self._is_numpy = not is_array(array)
-        self.type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
+        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
@@ -227,7 +223,7 @@ class PackedTensor:
     def _restored(self, arrays: Sequence[Any]) -> Any:
         with _running("unpack_hook", self._where):
             value = self._unpack(self._skeleton.fill(arrays))
-        value = checked(value, self.type, self._where)
+        value = checked(value, self._type, self._where)
         # `pack_hook` hid the tracer in an object that is no pytree, so JAX did not keep the tracer as an array.
         if not arrays and is_tracer(value) and not is_active(value):
             raise TypeError(
@@ -240,11 +236,11 @@ class PackedTensor:
         (value,) = as_arrays([value])
         if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
             value = jax.device_put(value, self._sharding)
-        return with_type(value, self.type)
+        return with_type(value, self._type)
 
 
 def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
-    if not is_selected(pair.only, tensor, where, origin):
+    if is_key(tensor) or 0 in tensor.shape or not is_selected(pair.only, tensor, where, origin):
         return ()
     return _steps_that_pack(tensor, pair.steps_by_name(origin), where, origin)
 
@@ -336,7 +332,7 @@ def _pack(
     # A NumPy array that no later step packs stays in the skeleton, so on the host, and is freed with the function that
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
-    function = PackedTensor(array, unpack, skeleton, here)
+    function = Restorer(array, unpack, skeleton, here)
     return Partial(function, *map(packed_again, leaves))
 
 

@@ -119,7 +119,7 @@ _FREE: Final = Made({}, frozenset(), frozenset(), frozenset(), "")
 
 
 class Graph:
-    """`outside` has the inputs that are kept anyway; `keeping` returns how a variable would be kept.
+    """`outside` has the inputs that are kept anyway; `keeping_of` returns how a variable would be kept.
 
     Those that are `lent` may be packed by the function around this one.
     """
@@ -130,19 +130,20 @@ class Graph:
         pair: Pair,
         outside: Collection[Any],
         lent: Collection[Any],
-        keeping: Callable[[Any], Keeping],
+        keeping_of: Callable[[Any], Keeping],
         fixed: Mapping[Any, Keeping],
     ) -> None:
         self.jaxpr, self.maker, self.pair = derivative.forward, derivative.maker, pair
         self._read = {id(e): variables(e.invars) for e in self.jaxpr.eqns}
         self.position = {v: i for i, v in enumerate(self.maker)}
-        self.operations_of = derivative.readers  # residual -> the operations whose derivatives read it
-        self.residuals = list(self.operations_of)
+        self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
+        self.residuals = list(self.readers_of)
         self._operation_of = derivative.operation_of  # variable -> the operation of its equation
-        self._keeping, self._of_keeping = keeping, dict(fixed)
+        self._keeping_of, self._keepings = keeping_of, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
         self.inputs_of = {v: [v] for v in outside}  # a free input, or a view of such -> the inputs
-        self.free, self.views = self._free_and_views(outside)
+        self.free = self._free(outside)  # what backward has without keeping it
+        self.views = self.inputs_of.keys() - self.free  # slices of it at indices that the function computed
         lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
         self._lender = {v: inputs[0] for v, inputs in lenders.items() if inputs}
         # What backward must not make because of errors, where costly equations may not and may be repeated.
@@ -153,17 +154,17 @@ class Graph:
         # An error of these may become large: backward reads none of them with an error of others.
         self.amplified = {x for e in self.jaxpr.eqns if _amplifies(e) for x in self._read[id(e)]}
 
-    def _free_and_views(self, outside: Collection[Any]) -> tuple[set[Any], set[Any]]:
-        """Return what backward has without keeping it, and slices of it at indices that the function computed."""
-        free, views = set(outside), set[Any]()
+    def _free(self, outside: Collection[Any]) -> set[Any]:
+        """Return the free variables, and record the inputs of these and of other views."""
+        free = set(outside)
         for e in self.jaxpr.eqns:
             read = self._read[id(e)]
             of_floats = [x for x in read if has_tangent(x.aval)] or read
-            if ROWS[e.primitive.name].is_view and read and all(x in free or x in views for x in of_floats):
-                (free if free.issuperset(read) else views).update(e.outvars)
+            if ROWS[e.primitive.name].is_view and read and self.inputs_of.keys() >= set(of_floats):
+                free.update(e.outvars if free.issuperset(read) else ())
                 inputs = [v for x in read for v in self.inputs_of.get(x, ())]
                 self.inputs_of |= dict.fromkeys(e.outvars, inputs)
-        return free, views
+        return free
 
     @functools.cached_property
     def from_keys(self) -> set[Any]:
@@ -202,14 +203,14 @@ class Graph:
         return reach
 
     def keeping(self, v: Any) -> Keeping:
-        if v not in self._of_keeping:
-            found = as_it_is(v) if v in self.views else self._keeping(v)
+        if v not in self._keepings:
+            found = as_it_is(v) if v in self.views else self._keeping_of(v)
             # A rounded mean would move all that is computed from it.
             # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
-            is_judged = bool(found.roundings) and self.pair.recomputes
-            is_mean = is_judged and n_bytes(v.aval) < SMALL * self.reach.get(v, 0)
-            self._of_keeping[v] = as_it_is(v) if is_mean else found
-        return self._of_keeping[v]
+            if found.roundings and self.pair.recomputes and n_bytes(v.aval) < SMALL * self.reach.get(v, 0):
+                found = as_it_is(v)
+            self._keepings[v] = found
+        return self._keepings[v]
 
     def may_make(self, v: Any, allows_costly: bool) -> bool:
         """Return whether backward may compute a variable again, whatever the errors of its operands."""
@@ -221,11 +222,7 @@ class Graph:
         row = ROWS[e.primitive.name]
         if allows_costly and self._may_repeat(e, v):
             return True
-        if len(e.outvars) > 1:
-            return False
-        if not self.pair.recomputes:
-            return Error.UNKNOWN in row.recomputed
-        return bool(row.recomputed)
+        return bool(row.recomputed) if self.pair.recomputes else Error.UNKNOWN in row.recomputed
 
     def _may_repeat(self, e: Any, v: Any) -> bool:
         """Return whether backward may repeat a costly equation, to meet a limit."""
@@ -287,7 +284,7 @@ class Graph:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
                     needed.update(self._read[id(e)])
-        operations = {v: self.operations_of.get(v, frozenset[Any]()) for v in (*kept, *self._lender.values())}
+        operations = {v: self.readers_of.get(v, frozenset[Any]()) for v in (*kept, *self._lender.values())}
         while True:
             made, failed = self._judged(order[::-1], operations, allows_costly)
             # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
@@ -295,7 +292,7 @@ class Graph:
             found = dict(operations)
             for v in self.residuals:
                 if v in made and v not in failed:
-                    found |= {x: found[x] | self.operations_of[v] for x in made[v].degrees if x in found}
+                    found |= {x: found[x] | self.readers_of[v] for x in made[v].degrees if x in found}
             if found == operations:
                 return made, failed
             operations = found
@@ -326,7 +323,7 @@ class Graph:
         inexact = [x for x in operands if x.roundings]
         shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
-        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands, ignores_steep=False)):
+        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
             steep |= {v}
         row, degrees = ROWS[name], dict[Any, float]()
         for x in inexact:
@@ -336,12 +333,12 @@ class Graph:
         return Made(
             {source: row.degree(e, degree) for source, degree in degrees.items()} if row.degree else degrees,
             frozenset[Rounding]().union(*[x.roundings for x in operands]),
-            shared | self.operations_of.get(v, frozenset()),
+            shared | self.readers_of.get(v, frozenset()),
             steep,
             name,
         )
 
-    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool) -> list[Operand]:
+    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool = False) -> list[Operand]:
         own, steep = self._operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
         return [
             Operand(
@@ -376,8 +373,7 @@ class Graph:
             return False
         if UNKNOWN in result.roundings and UNKNOWN not in own:
             return False
-        known = [r for r in result.roundings if r != UNKNOWN]
-        return max(known, default=EXACT) <= max([*[r for r in own if r != UNKNOWN], own_rounding(v.aval.dtype)])
+        return max(result.roundings, default=EXACT) <= max([*own, own_rounding(v.aval.dtype)])
 
 
 # -- facts about equations -----------------------------------------------------------------------------------

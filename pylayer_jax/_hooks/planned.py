@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import tree_leaves, tree_map
 
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
@@ -55,12 +54,12 @@ from pylayer_jax._jax.traces import (
     is_tracer,
     set_current_trace,
 )
-from pylayer_jax._jax.types import as_arrays, is_key, is_nan_reported, is_ref, typeof, unchecked
+from pylayer_jax._jax.types import as_arrays, is_nan_reported, is_ref, typeof, unchecked
 from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
 from .active import PLANNED, active, is_reported
-from .origins import Mark, Program
-from .pack import Origin, Pair, Place, is_selected, pack_tensor, restored, roundings_of, steps_for
+from .origins import Program, ReportMark
+from .pack import Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import BODIES, JITTED, ROWS, UNKNOWN
 from .saving import (
@@ -72,6 +71,7 @@ from .saving import (
     Pullback,
     SavedByRule,
     Saver,
+    UnpackedTensors,
     UsersRule,
     Vjp,
     behind_barrier,
@@ -81,7 +81,6 @@ from .saving import (
     numbered,
     outside_blocks,
     past_blocks,
-    waiting,
 )
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -120,9 +119,9 @@ def _is_held(equation: Any, index: int) -> bool:
 # -- the staged function -----------------------------------------------------------------------------------
 
 
-_PRICES: Final = 1e-2, 1e6
-_N_TRIES: Final = 13
-_MOST_PLANS: Final = 4
+_PRICES: Final = 1e-2, 1e6  # the lowest and the highest that a limit may lead to
+_N_TRIES: Final = 13  # bisections of a price
+_MOST_PLANS: Final = 4  # for a limit; the last one is at the highest price
 
 
 class Surroundings(NamedTuple):
@@ -263,7 +262,7 @@ class Derivative:
         computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
 
         def rule(e: Any, operands: list[Any], calls: tuple[Any, ...], operation: Any) -> Sequence[Any]:
-            if e.primitive is rule_function_p and (mark := mark_of(e)) is not None:
+            if (mark := mark_of(e)) is not None:
                 for i, x in enumerate(operands):
                     if not isinstance(x, Literal):
                         marks.setdefault(x, []).append((mark, mark.positions[i]))
@@ -283,6 +282,20 @@ class Derivative:
         known = {v: v for v in jaxpr.invars} | dict(given)
         outvars = interpret_opened(rule, jaxpr, known, self.constants)
         return jaxpr.replace(eqns=equations, outvars=outvars), marks
+
+    def evaluate(self, code: Any, values: dict[Any, Any]) -> None:
+        is_checked = is_nan_reported()
+        # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
+        for part in [jaxpr_of([e]) for e in code.eqns] if is_checked else [code]:
+            is_inner = is_checked and any(self.calls_of[v] for v in part.outvars)
+            run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
+            try:
+                found = run(part, (), *map(values.__getitem__, part.invars))
+            except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
+                (e,) = part.eqns
+                error.add_note(f"The operation {e.primitive.name} is at {line_of([e.source_info])}.")
+                raise
+            values.update(zip(part.outvars, found, strict=True))
 
     def backward(self, used: Sequence[bool]) -> Pass:
         if (key := tuple(used)) not in self._passes:
@@ -357,21 +370,6 @@ def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[A
     return found[::-1]
 
 
-def _evaluate(derivative: Derivative, code: Any, values: dict[Any, Any]) -> None:
-    is_checked = is_nan_reported()
-    # JAX checks results of jitted functions, not those within. tests: hooks/test_modes.py
-    for part in [jaxpr_of([e]) for e in code.eqns] if is_checked else [code]:
-        is_inner = is_checked and any(derivative.calls_of[v] for v in part.outvars)
-        run = unchecked(eval_jaxpr) if is_inner else eval_jaxpr
-        try:
-            found = run(part, (), *map(values.__getitem__, part.invars))
-        except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
-            (e,) = part.eqns
-            error.add_note(f"The operation {e.primitive.name} is at {line_of([e.source_info])}.")
-            raise
-        values.update(zip(part.outvars, found, strict=True))
-
-
 class Plan:
     """What a function keeps for backward, and how backward gets its residuals."""
 
@@ -390,24 +388,23 @@ class Plan:
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         self.held &= self.maker.keys()
-        with_bodies = [e for e in forward.eqns if e.primitive.name in (*BODIES, *JITTED)]
-        self.held |= {v for e in with_bodies for i, v in enumerate(e.outvars) if _is_held(e, i)}
+        self.held |= {v for e in forward.eqns for i, v in enumerate(e.outvars) if _is_held(e, i)}
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
         free = {v for v, place in place_of.items() if pair.leaves(place)}
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
-        self._keeping_of: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
+        self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
         lent = {v for v in free if place_of[v] is Place.LENT}
-        self.graph = Graph(derivative, pair, free, lent, self._keeping, self._fixed(readers, free))
+        self.graph = Graph(derivative, pair, free, lent, self._keeping_of, self._fixed(free))
         self.kept, self.made = self.graph.choose(price)
-        self._again = [v for v in readers if v in self.made]
+        self._made_residuals = [v for v in readers if v in self.made]
         needed = self._needed(readers)
         self.free = [v for v in forward.invars if v in self.graph.free and v in needed]
         if pair.unmatched:
-            for v in (*self.kept, *self._again):
+            for v in (*self.kept, *self._made_residuals):
                 pair.note(self.origin(v), v not in self.made)
         most = max([n_bytes(v.aval) for v in self.kept], default=0)
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
@@ -417,17 +414,19 @@ class Plan:
         own = [v for v in self.kept if v in self.maker and v not in self.held]
         self._narrow = {v for v in own if is_narrow_float(v.aval.dtype)}
 
-    def _fixed(self, residuals: Collection[Any], free: Collection[Any]) -> dict[Any, Keeping]:
+    def _fixed(self, free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
-        found: dict[Any, Keeping] = {}
+        found, residuals = dict[Any, Keeping](), self.derivative.readers
 
         def fix(v: Any, is_exact: bool) -> None:
-            while (e := self.maker.get(v)) is not None and ROWS[e.primitive.name].is_move and not self.pair.is_named(e):
+            while (e := self.maker.get(v)) is not None and ROWS[e.primitive.name].is_move:
+                if self.pair.is_selective and e.primitive.name == "name":  # the name may choose other hooks
+                    break
                 if not e.invars or isinstance(e.invars[0], Literal):
                     return
                 v = e.invars[0]
             if v not in free:
-                keeping = self._keeping(v)
+                keeping = self._keeping_of(v)
                 found[v] = as_it_is(v) if is_exact and keeping.roundings - {UNKNOWN} else keeping
 
         for v in self.derivative.marks:
@@ -480,15 +479,14 @@ class Plan:
         read = variables([x for v in self.made for x in self.maker[v].invars])
         return {x for v in read for x in self._inputs_of(v)}
 
-    def _keeping(self, v: Any) -> Keeping:
-        is_exact = v in self.derivative.marks and self._marks_of(v, Exact)
-        if is_exact or is_key(v.aval) or 0 in v.aval.shape or v in self._constants:
+    def _keeping_of(self, v: Any) -> Keeping:
+        if v in self._constants or (v in self.derivative.marks and self._marks_of(v, Exact)):
             return as_it_is(v)
-        type_ = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
-        if type_ not in self._keeping_of:
+        key = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
+        if key not in self._keepings:
             steps = self._asked(v, steps_for, self.pair)
-            self._keeping_of[type_] = Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
-        return self._keeping_of[type_]
+            self._keepings[key] = Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
+        return self._keepings[key]
 
     def _asked(self, v: Any, question: Callable[..., Any], of: Any) -> Any:
         """Return the answer of the predicates, which get a tracer, as under `jax.jit`."""
@@ -546,7 +544,7 @@ class Plan:
         residual_of: dict[Any, Any] = {}
         for action in self._forward_actions:
             if action.code:
-                _evaluate(derivative, action.code, values)
+                derivative.evaluate(action.code, values)
             for v in action.bound:
                 if v in self._narrow and is_staged(values[v]):
                     values[v] = rounded(values[v])
@@ -558,7 +556,7 @@ class Plan:
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
         further = self._further_residuals(values) if is_checked else []
         is_program = is_program or any(map(is_staged, residual_of.values()))
-        self.pair.n_recomputed[is_program] += len(self._again)
+        self.pair.n_recomputed[is_program] += len(self._made_residuals)
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
 
     @functools.cached_property
@@ -576,39 +574,37 @@ class Plan:
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
         jaxpr = self.derivative.forward
-        again = [v for v in self._again if v.aval.shape]
+        again = [v for v in self._made_residuals if v.aval.shape]
         missing = [e for e in live_equations(jaxpr, again) if not all(v in values for v in e.outvars)]
-        _evaluate(self.derivative, jaxpr_of(missing), values)
+        self.derivative.evaluate(jaxpr_of(missing), values)
         found: list[Any] = []
         if is_reported.value:
             key_of = {v: next(iter(self.origin(v).keys), "") for v in self.kept}
             for v in filter(lambda v: is_tracer(values[v]), (*self.kept, *again)):
                 names = dict.fromkeys(key_of[x] for x in self._needed([v]) if x in key_of)
                 from_ = (", ".join(names) or "inputs") if v in self.made else None
-                found += apply(Mark(typeof(values[v]), self.origin(v), from_), [values[v]])
+                found += apply(ReportMark(typeof(values[v]), self.origin(v), from_), [values[v]])
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
 
-    def run_backward(self, places: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """`places`: for each free or kept variable, positions among the residuals in place of arrays."""
+    def run_backward(self, positions: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """`positions`: for each free or kept variable, its residual with positions in place of arrays."""
         with outside_blocks():
             used = [c is not None for c in cotangents]
             backward = self.derivative.backward(used)
-            found = tree_map(as_arrays(residuals).__getitem__, list(places))
-            residual_of = dict(zip([*self.free, *self.kept], found, strict=True))
+            position_of = dict(zip([*self.free, *self.kept], positions, strict=True))
             given = select(cotangents, used)
             values = {**self.derivative.constants, **dict(zip(backward.jaxpr.invars, given, strict=True))}
-            key = tuple(used), any(map(is_staged, given))
-            if key not in self._actions:
-                self._actions[key] = self._backward_actions(backward, key[1])
+            is_program = any(map(is_staged, given))
+            if (key := (*used, is_program)) not in self._actions:
+                self._actions[key] = self._backward_actions(backward, is_program)
             for action in self._actions[key]:
                 if action.code:
-                    _evaluate(self.derivative, action.code, values)
-                arrays = {id(a): a for v in action.restored for a in tree_leaves(residual_of[v])}
-                read, given = waiting(list(arrays.values()), [values[v] for v in action.bound])
-                arrays = dict(zip(arrays, read, strict=True))
-                values |= zip(action.bound, given, strict=True)
-                for v in action.restored:
-                    values[v] = restored(tree_map(lambda a: arrays[id(a)], residual_of[v]))  # noqa: B023
+                    self.derivative.evaluate(action.code, values)
+                else:
+                    found = [position_of[v] for v in action.restored]
+                    unpacked = UnpackedTensors(found, residuals, [values[v] for v in action.bound])
+                    values |= zip(action.restored, unpacked.all(), strict=True)
+                    values |= zip(action.bound, unpacked.cotangents, strict=True)
                 for v in action.dropped:
                     values.pop(v, None)
             outputs = [v.val if isinstance(v, Literal) else values[v] for v in backward.jaxpr.outvars]
@@ -622,7 +618,8 @@ class Plan:
         forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
         deviation, and does not fuse it into each operation that reads it.
         """
-        known = {*backward.dependent, *self.derivative.constants}.difference(self.derivative.forward.invars)
+        own_constants = self.derivative.constants.keys() - set(self.derivative.forward.invars)
+        known = {*backward.dependent, *own_constants}
         actions, equations = list[Action](), list[Any]()
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in known]
         for e in [*backward.equations, None]:
@@ -634,13 +631,13 @@ class Plan:
                 cotangents, broadcasts = self._awaited(cotangents, known, backward) if is_program else (cotangents, [])
                 actions += [Action(jaxpr_of(equations)), Action(None, [*residuals], cotangents)]
                 equations = [*broadcasts, *again]
-                views = {v for v in residuals if v in self.graph.free or v in self.small}
+                read_anew = {v for v in residuals if v in self.graph.free or v in self.small}
                 for x in again:
                     operands = variables(x.invars)
                     is_passing = ROWS[x.primitive.name].is_view or self.small.issuperset(x.outvars)
-                    if is_passing and operands and views.issuperset(operands):
-                        views.update(x.outvars)
-                known.update({*residuals, *[v for x in again for v in x.outvars]} - views)
+                    if is_passing and operands and read_anew.issuperset(operands):
+                        read_anew.update(x.outvars)
+                known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
             equations += [e] if e else []
         return with_lifetimes([*actions, Action(jaxpr_of(equations))], backward.jaxpr.outvars)
 
@@ -708,11 +705,8 @@ def rounded(x: Any) -> Any:
 
 
 def size_of(steps: Sequence[Any], aval: Any) -> float:
-    size = n_bytes(aval)
-    for step in steps if all(isinstance(n, int) for n in aval.shape) else ():
-        if step.size is not None:
-            return step.size(aval)
-    return size
+    sizes = [step.size for step in steps if step.size is not None]
+    return sizes[0](aval) if sizes and all(isinstance(n, int) for n in aval.shape) else n_bytes(aval)
 
 
 class Planned(HookedFunction):
@@ -724,7 +718,7 @@ class Planned(HookedFunction):
         places: Sequence[Place],
         name: str,
         around: Surroundings,
-        warn: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.jaxpr, self._places, self.name, self.around, self._warn = jaxpr, places, name, around, warn
         self._plans: dict[Any, Plan] = {}
@@ -742,7 +736,7 @@ class Planned(HookedFunction):
         plan = self._plan_at(self.around, types, nonzero, plans_bodies)
         if self.around.within:  # the function around a body has decided on the price, and warns
             return plan
-        if limit is None and self._warn and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+        if limit is None and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
             self._warn(
                 f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
                 "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
@@ -757,7 +751,7 @@ class Planned(HookedFunction):
             plan = self._plan_at(self.around._replace(price=price), types, nonzero, plans_bodies)
             tried.append((plan.bytes_at(price), plan))
         least, plan = min(tried, key=operator.itemgetter(0))
-        if least > limit and self._warn:
+        if least > limit:
             self._warn(
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
                 f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again."
@@ -795,7 +789,7 @@ class Planned(HookedFunction):
                     (residuals[i],) = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)
-        linear = Pullback(plan.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
+        linear = Pullback(self.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
         not_computed = select(primals, [place is not Place.COMPUTED for place in self._places])
         arrays = [*held(as_arrays(arrays), not_computed), *further]
         return values, linear, arrays, plan.derivative.vjp.nonzero
@@ -834,7 +828,7 @@ def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Seque
 
 def staged(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
     """Stage a function for a plan, which packs in place of the hooks around it."""
-    with outside_blocks(), active(PLANNED):
+    with past_blocks(), active(PLANNED):
         return stage_named(function, types, name)
 
 

@@ -1,6 +1,6 @@
 """The table of JAX's primitives: what a block of hooks knows about each of them. A primitive without a row is kept.
 
-    ROWS["max"].recomputed      {EXACT: always, RELATIVE: always, RANGE: within}
+    ROWS["max"].recomputed      {Error.EXACT: _always, Error.RELATIVE: _always, Error.RANGE: _within}
 
 Backward may compute max(x, y) again if x and y are exact, or have an error relative to each value, as after a cast. If
 the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
@@ -58,7 +58,7 @@ class Operand(NamedTuple):
     """What is known about an operand of an equation that backward may repeat."""
 
     value: Any  # a variable, or a number
-    rounded: frozenset[int]  # the kept tensors with an error from which it is computed
+    rounded: frozenset[Any]  # the kept tensors with an error from which it is computed
     distance: int  # from the kept tensors that it is computed from
     by: str  # the primitive that computes it again; "" for a kept tensor
     is_uniform: bool = False  # whether it is the same along the last axis, as a mean: it scales a row and its error
@@ -173,8 +173,8 @@ class Row(NamedTuple):
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
     amplifies: bool = False  # a small error of an operand can become large: an operand that backward needs is packed
-    # The transpose of its derivative compares an operand, as for max pooling, or solves with it: L and U of a matrix,
-    # which have very different sizes, share rows.
+    # The transpose of its derivative compares an operand, as for max pooling, or solves with it: with L and U of a
+    # matrix in one array, which have very different sizes in one row. Hooks that round do not pack such an operand.
     needs_exact: bool = False
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps

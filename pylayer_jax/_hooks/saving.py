@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import Partial, tree_leaves, tree_map
 
 from pylayer_jax._jax.jaxprs import evaluate_jaxpr
@@ -43,18 +42,9 @@ from pylayer_jax._jax.traces import (
     without_pass_through,
 )
 from pylayer_jax._jax.transparency import Identity, barrier
-from pylayer_jax._jax.types import (
-    as_arrays,
-    full_cotangent,
-    has_tangent,
-    is_key,
-    is_nan_reported,
-    is_ref,
-    tangent_type,
-    typeof,
-)
+from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, is_nan_reported, is_ref, tangent_type, typeof
 
-from .active import PLANNED, SUSPENDED, active, hooks_suspended
+from .active import PLANNED, SUSPENDED, active
 from .pack import Origin, Pair, Place, pack_tensor, restored, roundings_of, steps_for
 from .primitives import UNKNOWN
 
@@ -131,7 +121,7 @@ def past_blocks() -> Any:
 
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    with hooks_suspended(), past_blocks():
+    with active(SUSPENDED), past_blocks():
         yield
 
 
@@ -214,7 +204,7 @@ class Saver:
                 return None, list(tensors), list(outputs)
             inputs_of = zip(inputs, self.places, strict=False)
             residual_of = {id(x): x for x, place in inputs_of if self.pair.leaves(place)}
-            with hooks_suspended():
+            with active(SUSPENDED):
                 for i, x in enumerate(tensors):
                     if id(x) not in residual_of:
                         where, origin = f"{owner} {i}", Origin(layer=self.layer, name=names[i] if names else "")
@@ -228,7 +218,7 @@ class Saver:
 
     def _packed(self, pair: Pair, x: Any, where: str, origin: Origin) -> Any:
         # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
-        if (not is_tracer(x) and is_staging()) or is_ref(x) or is_key(x) or 0 in np.shape(x):
+        if (not is_tracer(x) and is_staging()) or is_ref(x):
             return x
         (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
         steps = steps_for(pair, array, where, origin)
@@ -325,7 +315,7 @@ class UsersRule(HookedFunction):
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         vjp = Vjp(self.name)
-        with contextlib.nullcontext() if self._saver.pair is None else hooks_suspended():
+        with contextlib.nullcontext() if self._saver.pair is None else active(SUSPENDED):
             values, residuals = vjp.residuals(self.run, primals, nonzero)
         owner = f"the operation {self.name}, residual"
         packed, arrays, values = self._saver.save(owner, (), primals, residuals, values)
