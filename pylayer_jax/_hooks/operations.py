@@ -95,8 +95,7 @@ class _BlockMark(Identity):
 
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a nested block was entered while JAX staged this jaxpr."""
-    functions = (payload_of(e) for e in all_equations(jaxpr) if e.primitive is rule_function_p)
-    return any(isinstance(f, (_BlockMark, Planned)) for f in functions)
+    return any(isinstance(payload_of(e), (_BlockMark, Planned)) for e in all_equations(jaxpr))
 
 
 # -- the trace -------------------------------------------------------------------------------------------

@@ -21,15 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax.jaxprs import inner_jaxprs, interpret, is_literal, is_users, jaxpr_and_consts, scan_counts, stage
-from pylayer_jax._jax.rule_function import (
-    BatchedFunction,
-    RuleFunction,
-    Values,
-    apply,
-    payload_of,
-    payload_of_params,
-    rule_function_p,
-)
+from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, Values, apply, payload_of, rule_function_p
 from pylayer_jax._jax.transparency import Identity, PartialFunction
 
 from .pack import PACK_SCOPE, Origin
@@ -66,7 +58,7 @@ class LayerFunction(RuleFunction):
 
 def _nested_functions(equation: Any) -> list[Any]:
     """Return the function of a `rule_function` and those nested in it, outermost first."""
-    functions: list[Any] = [payload_of_params(equation.params)] if equation.primitive is rule_function_p else [None]
+    functions: list[Any] = [payload_of(equation)]
     while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
         outer = functions[-1]
         functions.append(outer.inner if isinstance(outer, BatchedFunction) else outer.whole)

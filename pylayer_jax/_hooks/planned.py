@@ -379,11 +379,11 @@ class Plan:
         around: Surroundings,
         places: Sequence[Place],
         name: str,
-        origin: Callable[[Any], Origin] | None,
+        origin: Callable[[Any], Origin],
         bodies: Sequence[Bodies],
     ) -> None:
         """`places`: of the operands."""
-        self.derivative, self.name, self._origin, self._bodies = derivative, name, origin, bodies
+        self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         self.pair, self._price = pair, price = around.pair, around.price
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
@@ -412,7 +412,7 @@ class Plan:
         self._packed = {v for v in self.kept if self.graph.keeping(v).steps}
         # Not what a loop has packed: XLA would copy all of it.
         own = [v for v in self.kept if v in self.maker and v not in self.held]
-        self._narrow = {v for v in own if is_narrow_float(v.aval.dtype)}
+        self._narrow = {v for v in own if v.aval.dtype.itemsize < 4 and jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
     def _fixed(self, free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
@@ -502,9 +502,6 @@ class Plan:
                 return f"{mark.layer}, saved tensor {i}"
         e = self.maker.get(v)
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
-
-    def origin(self, v: Any) -> Origin:
-        return Origin() if self._origin is None else self._origin(v)
 
     def bytes_at(self, price: float) -> float:
         return sum(self.bytes_by_type(price).values())
@@ -692,11 +689,6 @@ class Plan:
         return value, residual
 
 
-@functools.cache
-def is_narrow_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-
-
 def rounded(x: Any) -> Any:
     # XLA may compute in float32: the forward pass would go on with another value than the one in bfloat16 that is kept.
     # tests: test_recompute.py::test_the_forward_pass_reads_what_is_kept
@@ -763,7 +755,7 @@ class Planned(HookedFunction):
         bodies = list[Bodies]()
         code = prepared(self.jaxpr, is_free, around, bodies if plans_bodies else None)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
-        origin = None
+        origin: Callable[[Any], Origin] = lambda _: Origin()  # noqa: E731
         if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
             # What a loop carries is computed by the loop.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial, tree_leaves, tree_map
 
-from pylayer_jax._jax.jaxprs import evaluate_jaxpr
+from pylayer_jax._jax.linearity import transpose_jaxpr
 from pylayer_jax._jax.rule_function import (
     LinearMap,
     RuleFunction,
@@ -27,7 +27,6 @@ from pylayer_jax._jax.rule_function import (
     apply_linear,
     merge,
     payload_of,
-    rule_function_p,
     scatter,
     select,
 )
@@ -96,7 +95,7 @@ def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
 
 
 def mark_of(equation: Any) -> Any:
-    payload = payload_of(equation) if equation.primitive is rule_function_p else None
+    payload = payload_of(equation)
     return payload if isinstance(payload, (Exact, Held, Lent, SavedByRule)) else None
 
 
@@ -167,10 +166,13 @@ class UnpackedTensors:
 
     def _wait(self, positions: Collection[int]) -> None:
         positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
-        if not positions:
-            return
         present = [c is not None for c in self.cotangents]
-        arrays, cotangents = waiting([self._arrays[i] for i in positions], select(self.cotangents, present))
+        arrays, cotangents = as_arrays([self._arrays[i] for i in positions]), select(self.cotangents, present)
+        # Without a barrier, XLA may unpack a tensor after packing, and hold all tensors until backward begins. It waits
+        # only if backward uses the cotangents that come from the barrier.
+        if cotangents and any(map(is_staged, arrays)):
+            bound = barrier([*arrays, *cotangents], waits=True)
+            arrays, cotangents = bound[: len(positions)], bound[len(positions) :]
         self.cotangents = scatter(cotangents, present)
         self._waiting |= zip(positions, arrays, strict=True)
 
@@ -248,16 +250,6 @@ def behind_barrier(values: Sequence[Any], residuals: Sequence[Any]) -> tuple[lis
     ]
 
 
-def waiting(arrays: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return both, in staged code behind a barrier. XLA waits only if backward uses the cotangents from it."""
-    arrays, n = as_arrays(arrays), len(arrays)  # JAX may pass numbers
-    if not (cotangents and any(map(is_staged, arrays))):
-        return arrays, list(cotangents)
-    # Without it, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-    bound = barrier([*arrays, *cotangents], waits=True)
-    return bound[:n], bound[n:]
-
-
 def largest(tensors: Collection[Any]) -> list[Any]:
     # JAX looks for NaN among the results of a program, and so misses one in a packed or recomputed tensor. It finds the
     # NaN in the largest absolute value of each, which is one more residual. tests: hooks/test_modes.py
@@ -276,13 +268,7 @@ class HookedFunction(RuleFunction):
     """A function whose rule keeps residuals, which hooks pack."""
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        missing = [x is None for x in args]
-        types = [v.aval for v in jaxpr.invars]
-        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, jaxpr.outvars, strict=True)]
-        transpose = jax.linear_transpose(
-            lambda *xs: evaluate_jaxpr(jaxpr, *merge(missing, xs, args)), *select(types, missing)
-        )
-        return scatter(transpose(given), missing)
+        return transpose_jaxpr(self.name, jaxpr, args, cotangents)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]

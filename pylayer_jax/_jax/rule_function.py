@@ -158,7 +158,7 @@ def _payload(key: Any) -> Any:
 
 
 def payload_of(equation: Any) -> Any:
-    return _payload(equation.params["payload"])
+    return _payload(equation.params["payload"]) if isinstance(equation.primitive, ObjectPrimitive) else None
 
 
 def payload_of_params(params: dict[str, Any]) -> Any:
