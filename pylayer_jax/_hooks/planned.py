@@ -262,7 +262,7 @@ class Derivative:
         computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
 
         def rule(e: Any, operands: list[Any], calls: tuple[Any, ...], operation: Any) -> Sequence[Any]:
-            if (mark := mark_of(e)) is not None:
+            if e.primitive is rule_function_p and (mark := mark_of(e)) is not None:
                 for i, x in enumerate(operands):
                     if not isinstance(x, Literal):
                         marks.setdefault(x, []).append((mark, mark.positions[i]))
@@ -386,9 +386,10 @@ class Plan:
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         self.pair, self._price = pair, price = around.pair, around.price
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
-        self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
-        self.held &= self.maker.keys()
-        self.held |= {v for e in forward.eqns for i, v in enumerate(e.outvars) if _is_held(e, i)}
+        held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
+        closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, *JITTED)]
+        held |= {v for e in closed for i, v in enumerate(e.outvars) if _is_held(e, i)}
+        self.held = held & self.maker.keys()
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
         free = {v for v, place in place_of.items() if pair.leaves(place)}
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
@@ -401,8 +402,7 @@ class Plan:
         self.graph = Graph(derivative, pair, free, lent, self._keeping_of, self._fixed(free))
         self.kept, self.made = self.graph.choose(price)
         self._made_residuals = [v for v in readers if v in self.made]
-        needed = self._needed(readers)
-        self.free = [v for v in forward.invars if v in self.graph.free and v in needed]
+        self.free = [v for v in self._needed(readers) if v in self.graph.free and v not in self.maker]
         if pair.unmatched:
             for v in (*self.kept, *self._made_residuals):
                 pair.note(self.origin(v), v not in self.made)
@@ -485,7 +485,9 @@ class Plan:
         key = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if key not in self._keepings:
             steps = self._asked(v, steps_for, self.pair)
-            self._keepings[key] = Keeping(steps, roundings_of(steps, v.aval), size_of(steps, v.aval))
+            sizes = [step.size for step in steps if step.size and all(isinstance(n, int) for n in v.aval.shape)]
+            size = sizes[0](v.aval) if sizes else n_bytes(v.aval)  # `jax.export` makes symbolic lengths
+            self._keepings[key] = Keeping(steps, roundings_of(steps, v.aval), size)
         return self._keepings[key]
 
     def _asked(self, v: Any, question: Callable[..., Any], of: Any) -> Any:
@@ -694,11 +696,6 @@ def rounded(x: Any) -> Any:
     # tests: test_recompute.py::test_the_forward_pass_reads_what_is_kept
     info = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
-
-
-def size_of(steps: Sequence[Any], aval: Any) -> float:
-    sizes = [step.size for step in steps if step.size is not None]
-    return sizes[0](aval) if sizes and all(isinstance(n, int) for n in aval.shape) else n_bytes(aval)
 
 
 class Planned(HookedFunction):

@@ -150,22 +150,26 @@ class UnpackedTensors:
         self._done: dict[int, Any] = {}  # id of a residual -> its tensor
 
     def __getitem__(self, index: int) -> Any:
-        residual = self._residuals[index]
-        if not isinstance(residual, Partial):
-            return self._waiting.get(residual, self._arrays[residual])
-        if id(residual) not in self._done:
-            with outside_blocks():
-                self._wait(tree_leaves(residual))
-                self._done[id(residual)] = restored(tree_map(self._waiting.__getitem__, residual))
-        return self._done[id(residual)]
+        with outside_blocks():
+            return self._tensor(index)
 
     def all(self) -> list[Any]:
         # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
         self._wait(tree_leaves(list(self._residuals)))
-        return [self[i] for i in range(len(self._residuals))]
+        return list(map(self._tensor, range(len(self._residuals))))
+
+    def _tensor(self, index: int) -> Any:
+        residual = self._residuals[index]
+        if not isinstance(residual, Partial):
+            return self._waiting.get(residual, self._arrays[residual])
+        if id(residual) not in self._done:
+            self._wait(tree_leaves(residual))
+            self._done[id(residual)] = restored(tree_map(self._waiting.__getitem__, residual))
+        return self._done[id(residual)]
 
     def _wait(self, positions: Collection[int]) -> None:
-        positions = [i for i in dict.fromkeys(positions) if i not in self._waiting]
+        if not (positions := [i for i in dict.fromkeys(positions) if i not in self._waiting]):
+            return
         present = [c is not None for c in self.cotangents]
         arrays, cotangents = as_arrays([self._arrays[i] for i in positions]), select(self.cotangents, present)
         # Without a barrier, XLA may unpack a tensor after packing, and hold all tensors until backward begins. It waits
