@@ -106,9 +106,8 @@ class BlockTrace(PassThroughTrace):
 
     def __init__(self, pair: Pair) -> None:
         trace = current_trace()
-        super().__init__(
-            without_pass_through(trace)
-        )  # past the traces of outer blocks: only the innermost pair applies
+        # Past the traces of outer blocks: only the innermost pair applies.
+        super().__init__(without_pass_through(trace))
         self.outer = trace if isinstance(trace, BlockTrace) else None
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)

@@ -138,11 +138,8 @@ Bodies = tuple[Any, list[Any]]
 
 
 def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, bodies: list[Bodies] | None) -> Any:
-    """Return a copy in which rules of users are marked, and bodies are planned and added to `bodies`, if it is a list.
-
-    `is_free`: for each input, whether it comes from outside the decorated function.
-    """
-    free = {*jaxpr.constvars, *select(jaxpr.invars, is_free)}
+    """Return a copy in which rules of users are marked, and bodies planned and added to `bodies`, if it is a list."""
+    free = {*jaxpr.constvars, *select(jaxpr.invars, is_free)}  # what comes from outside the decorated function
     return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, free, around, bodies)])
 
 

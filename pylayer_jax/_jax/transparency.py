@@ -261,9 +261,9 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
         return trace.default_process_primitive(rule_function_p, tracers, params)
     bound: dict[bool, Any] = {}
     # A known operand gets a mark too. tests: hooks/test_nesting.py::test_a_plan_leaves_what_a_scan_packs_once
-    for kind in (True, False):
-        mask = [is_known is kind for is_known in known]
-        with set_current_trace(trace):
+    with set_current_trace(trace):
+        for kind in (True, False):
+            mask = [is_known is kind for is_known in known]
             bound[kind] = iter(apply(function.without_unused(mask)[0], select(tracers, mask)))
     return [next(bound[is_known]) for is_known in known]
 

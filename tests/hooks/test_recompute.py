@@ -42,7 +42,7 @@ ACTIVATIONS = {
     "norm and silu": lambda x: jax.nn.silu(norm(x)),
     "dropout": lambda x: jnp.where(jnp.arange(64) % 3 > 0, jnp.tanh(x) / 0.7, 0.0),
     "in bfloat16": lambda x: jax.nn.gelu(x.astype(jnp.bfloat16)).astype(jnp.float32),
-    "in a jitted function": jax.jit(lambda x: jnp.sin(x) * jnp.exp(-jnp.square(x)) + WEIGHTS[:64]),
+    "in a jitted function": jax.jit(lambda x: jnp.sin(x) * jnp.exp(-jnp.square(x)) + jnp.abs(x) ** 1.5 + WEIGHTS[:64]),
 }
 
 
