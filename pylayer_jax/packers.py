@@ -298,37 +298,34 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
-        def is_divisible(x: Any) -> bool:  # `jax.export` makes symbolic lengths
-            return _is_float(x) and x.ndim > 0 and isinstance(x.shape[-1], int)
+        def n_bytes_of_block(length: int, dtype: Any) -> int:
+            return 3 * max(4, dtype.itemsize) + math.ceil(length * bits / 8)
 
-        def block_of(x: Any, in_shard: int) -> tuple[int, int]:
-            length = _block_length(in_shard, block_size)
-            return length, 3 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8)
+        def block_length(x: Any, n_shards: int = 1) -> int:
+            """Return 0 for what stays as it is: `jax.export` makes symbolic lengths."""
+            if not (_is_float(x) and x.ndim and isinstance(x.shape[-1], int) and x.shape[-1]):
+                return 0
+            length = _block_length(x.shape[-1] // n_shards, block_size)
+            return length if n_bytes_of_block(length, x.dtype) < length * x.dtype.itemsize else 0
 
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            if not (is_divisible(x) and x.size):
-                return x
-            length, n_bytes = block_of(x, x.shape[-1] // shard_counts(x)[-1])
-            if n_bytes >= length * x.dtype.itemsize:
+            length = block_length(x) and block_length(x, shard_counts(x)[-1])
+            if not length:
                 return x
             sharding = explicit_sharding(x)
             packed = _quantize(x, bits, rounds_stochastically, length, sharding)
             return Partial(_dequantize, *packed, bits, length, x.dtype, sharding)
 
-        def rounding(x: Any) -> Rounding:
-            may_be_packed = _is_float(x) and x.shape[-1:] not in ((), (1,))
-            return Rounding(Error.RANGE, 0.5 / (2**bits - 3)) if may_be_packed else EXACT
+        error = Rounding(Error.RANGE, 0.5 / (2**bits - 3))
 
         def size(x: Any) -> float:
-            if not (is_divisible(x) and x.shape[-1]):
-                return _n_bytes(x)
-            length, n_bytes = block_of(x, x.shape[-1])
-            return min(_n_bytes(x), math.prod(x.shape) * (n_bytes / length))
+            length = block_length(x)
+            return math.prod(x.shape) * n_bytes_of_block(length, x.dtype) / length if length else _n_bytes(x)
 
         settings = bits, block_size, rounds_stochastically
-        step = Step(pack, _restored, rounding=rounding, size=size)
+        step = Step(pack, _restored, rounding=lambda x: error if block_length(x) else EXACT, size=size)
         super().__init__(quantize_saved, settings, step, recompute, arguments, only)
 
 

@@ -365,6 +365,16 @@ def test_a_short_row_is_not_quantized_to_more_bytes(dtype, length):
         assert bytes_held(jax.vjp(quantize_saved(8, arguments=True)(jnp.sin), x)[1]) <= plain
 
 
+def test_what_packing_leaves_is_not_made_from_what_it_rounds():
+    def loss(x, v):
+        y = x @ x.T  # rows of 8 values: packed in float32, left in bfloat16
+        return jnp.sum(y**3) + jnp.sum((y.astype("bfloat16") @ v).astype("float32"))
+
+    x, v = jnp.exp(jnp.arange(8.0))[:, None], jnp.ones((8, 4), "bfloat16")
+    (_, found), (_, expected) = (jax.grad(f, (0, 1))(x, v) for f in (quantize_saved(8)(loss), loss))
+    np.testing.assert_array_equal(found, expected)
+
+
 def files(directory):
     return [path for path in pathlib.Path(directory).rglob("*") if path.is_file()]
 
