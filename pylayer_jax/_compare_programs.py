@@ -251,7 +251,7 @@ def compare_programs(
     compiler = _Compiler(args)
     traced = [compiler.trace(name, program) for name, program in named.items()]
     if loss is not None:
-        under = lambda pair: compiler.trace(repr(pair), pair(function_of(loss)))  # noqa: E731
+        under = lambda pair: compiler.trace(repr(pair), pair(function_of(loss)))
         exact = under(recompute_saved())
         limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
         pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]  # `within` relies on the last two
@@ -351,7 +351,7 @@ class _Compiler:
                 trace_seconds=middle - start,
                 compile_seconds=end - middle,
             )
-            step = lambda: jax.block_until_ready(run(*self._tensors))  # noqa: E731
+            step = lambda: jax.block_until_ready(run(*self._tensors))
             if self.has_values:
                 result = step()
                 self._first = result if self._first is None else self._first

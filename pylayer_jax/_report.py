@@ -227,7 +227,7 @@ def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str],
     code, consts, _ = stage_named(lambda *xs: (as_arrays(split(run(*xs))[0]), None), list(map(typeof, tensors)), "run")
 
     def residuals(*tensors: Any) -> list[Any]:
-        run_floats = lambda *floats: eval_jaxpr(code, (), *consts, *merge(is_float, floats, tensors))  # noqa: E731
+        run_floats = lambda *floats: eval_jaxpr(code, (), *consts, *merge(is_float, floats, tensors))
         _, pullback = jax.vjp(run_floats, *select(tensors, is_float))
         return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
 

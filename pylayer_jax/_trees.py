@@ -174,7 +174,7 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
         tensors.append(tree)
         return LEAF
     else:
-        is_dict = lambda _, node: type(node) in _DICTS  # noqa: E731
+        is_dict = lambda _, node: type(node) in _DICTS
         pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_dict, is_leaf_takes_path=True)
         paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
         for i, leaf in enumerate(leaves):

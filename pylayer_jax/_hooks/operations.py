@@ -215,7 +215,7 @@ class BlockTrace(PassThroughTrace):
         is_shared = operation.primitive is not None and key is not None and not (self.is_staging or is_nan_reported())
         if is_shared and (found := plans.get(key)):
             return found, operands
-        run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)  # noqa: E731
+        run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)
         jaxpr, consts, _ = staged(run, types, operation.name)
         places = [*map(self.place_of, consts), *places]
         planned = Planned(with_current_line(jaxpr), places, operation.name, Surroundings(self.pair))

@@ -247,7 +247,7 @@ class Program:
             found.append(self._sources(body, inputs, equations, body.outvars))
         results = list[Source]()
         for i, branches in enumerate(zip(*found, strict=True)):
-            is_saved = lambda x: any(note.layer for note in x.notes)  # noqa: E731
+            is_saved = lambda x: any(note.layer for note in x.notes)
             first, *rest = sorted(branches, key=lambda x: (not is_saved(x), x.is_placeholder))
             n_parts = e.params["length"] if e.primitive.name == "scan" and i >= n_carry else 1
             result = first._replace(

@@ -489,7 +489,7 @@ class Plan:
 
     def _asked(self, v: Any, question: Callable[..., Any], of: Any) -> Any:
         """Return the answer of the predicates, which get a tracer, as under `jax.jit`."""
-        ask = lambda x: question(of, x, self.where(v), self.origin(v))  # noqa: E731
+        ask = lambda x: question(of, x, self.where(v), self.origin(v))
         if not self.pair.predicates():
             return ask(v.aval)
         _, _, answer = stage(lambda x: ([], ask(x)), [v.aval], "only")
@@ -749,7 +749,7 @@ class Planned(HookedFunction):
         bodies = list[Bodies]()
         code = prepared(self.jaxpr, is_free, around, bodies if plans_bodies else None)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
-        origin: Callable[[Any], Origin] = lambda _: Origin()  # noqa: E731
+        origin: Callable[[Any], Origin] = lambda _: Origin()
         if around.pair.is_selective or is_reported.value:
             outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
             # What a loop carries is computed by the loop.
@@ -758,7 +758,7 @@ class Planned(HookedFunction):
             pairs = zip(derivative.inputs, self._places, strict=True)
             given = {v: carried if place is Place.COMPUTED else Origin() for v, place in pairs}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
-            origin = lambda v: program.origin(program.source(v), outer, given)  # noqa: E731
+            origin = lambda v: program.origin(program.source(v), outer, given)
         return Plan(derivative, around, self._places, self.name, origin, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:

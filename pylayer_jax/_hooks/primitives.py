@@ -51,7 +51,7 @@ UNKNOWN: Final = Rounding(Error.UNKNOWN)
 # How far a value is from kept tensors, whose errors it has.
 SAME: Final = 0  # it is computed from tensors that the same operation keeps, without a large factor
 OTHER: Final = 1  # from tensors that another operation keeps, without a large factor
-STEEP: Final = 2  # an error may be enlarged, or nothing is known yet
+STEEP: Final = 2  # an error may be enlarged
 
 
 class Operand(NamedTuple):
@@ -92,26 +92,22 @@ def is_steep(name: str, operands: Sequence[Operand]) -> bool:
 Condition = Callable[[Any, Sequence[Operand]], bool]
 
 
-def _always(_: Any, __: Sequence[Operand]) -> bool:
-    return True
-
-
-def _of_integers(equation: Any, operands: Sequence[Operand]) -> bool:
-    return _is_integer(equation.outvars[0].aval.dtype) and all(_is_integer(x.aval.dtype) for x in operands)
-
-
 @functools.cache
 def _is_integer(dtype: Any) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _widens(equation: Any, operands: Sequence[Operand]) -> bool:
-    (x,) = operands
-    return _is_integer(x.aval.dtype) or np.can_cast(x.aval.dtype, equation.params["new_dtype"])
-
-
-def _to_float(equation: Any, operands: Sequence[Operand]) -> bool:
-    return jnp.issubdtype(equation.params["new_dtype"], jnp.inexact) or _of_integers(equation, operands)
+_always: Condition = lambda _, __: True
+_of_integers: Condition = lambda e, xs: all(_is_integer(x.aval.dtype) for x in (*e.outvars, *xs))
+_to_float: Condition = lambda e, xs: jnp.issubdtype(e.params["new_dtype"], jnp.inexact) or _of_integers(e, xs)
+_widens: Condition = lambda e, xs: _is_integer(xs[0].aval.dtype) or np.can_cast(xs[0].aval.dtype, e.params["new_dtype"])
+_within: Condition = lambda _, xs: all(x.is_exact or x.distance == SAME for x in xs)
+_near: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
+_near_one: Condition = lambda e, xs: _near(e, xs) and _of_one(e, xs)
+_of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
+_by_exact: Condition = lambda _, xs: not xs[1].moves_range
+_moves_range_once: Condition = lambda _, xs: sum([x.moves_range for x in xs]) <= 1
+_square_or_within: Condition = lambda e, xs: e.params["y"] == 2 or (e.params["y"] > 0 and _within(e, xs))
 
 
 def _keeps_rows(equation: Any, operands: Sequence[Operand]) -> bool:
@@ -120,29 +116,9 @@ def _keeps_rows(equation: Any, operands: Sequence[Operand]) -> bool:
     return equation.outvars[0].aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
-def _moves_range_once(_: Any, operands: Sequence[Operand]) -> bool:
-    return sum([x.moves_range for x in operands]) <= 1
-
-
-def _by_exact(_: Any, operands: Sequence[Operand]) -> bool:
-    return not operands[1].moves_range
-
-
-def _within(_: Any, operands: Sequence[Operand]) -> bool:
-    return all(x.is_exact or x.distance == SAME for x in operands)
-
-
-def _near(_: Any, operands: Sequence[Operand]) -> bool:
-    return all(x.is_exact or x.distance < STEEP for x in operands)
-
-
 def _of_formula(equation: Any, operands: Sequence[Operand]) -> bool:
     # A formula of kept tensors, as in a gelu, but not such a tensor itself.
     return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
-
-
-def _of_tanh(_: Any, operands: Sequence[Operand]) -> bool:
-    return operands[0].by == "tanh"
 
 
 def _of_one(_: Any, operands: Sequence[Operand]) -> bool:
@@ -152,16 +128,8 @@ def _of_one(_: Any, operands: Sequence[Operand]) -> bool:
     )
 
 
-def _near_one(equation: Any, operands: Sequence[Operand]) -> bool:
-    return _near(equation, operands) and _of_one(equation, operands)
-
-
 def _either(*conditions: Condition) -> Condition:
     return lambda equation, operands: any(condition(equation, operands) for condition in conditions)
-
-
-def _square_or_within(equation: Any, operands: Sequence[Operand]) -> bool:
-    return equation.params["y"] == 2 or (equation.params["y"] > 0 and _within(equation, operands))
 
 
 class Row(NamedTuple):

@@ -278,7 +278,7 @@ class HookedFunction(RuleFunction):
         nonzero = [t is not None for t in tangents]
         given = select(tangents, nonzero)
         if not keeps_residuals(given):
-            run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
+            run: Any = lambda *args: self.run(*merge(nonzero, args, primals))
             values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
         with outside_partial_evaluation(primals):

@@ -156,7 +156,7 @@ partial_eval.dce_rules[rule_function_p] = _drop_unused
 
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
     # `checkify` has replaced the equation by its operations. JAX would differentiate these, not apply the rule.
-    error = lambda: TypeError(  # noqa: E731
+    error = lambda: TypeError(
         f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations of "
         "forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
     )

@@ -268,7 +268,7 @@ def _evaluate(
         ]
 
     known = dict(zip(jaxpr.invars, inputs, strict=True))
-    of_literal = lambda a: _Value(a.val, False, bool(np.any(a.val < 0)))  # noqa: E731
+    of_literal = lambda a: _Value(a.val, False, bool(np.any(a.val < 0)))
     return interpret(rule, jaxpr.eqns, known, jaxpr.outvars, of_literal), branches
 
 
@@ -464,7 +464,7 @@ def _worst_entry(case_along: Callable[[np.ndarray], Case], direction: np.ndarray
 def check_forward_mode(subject: Subject) -> Cases:
     if reason := _why_not_defined(subject):
         return reason
-    alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
+    alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # array j alone has a tangent
     yield from _forward_cases(subject, alone, 0, "by jax.jvp")
     yield from _under_jit(subject, "by jax.jvp, under jit")
     outputs = jax.vmap(subject.function.selected(subject.cotangents))
@@ -613,7 +613,7 @@ def check_linear(subject: Subject) -> Cases:
         return f"it is not, as that of the reference: {first_line(mismatch)}"
     yield from cases
     pull, w = subject.function.vjp(subject.cotangents), subject.cotangents
-    gradients = lambda *arrays: (list(pull(dict(zip(w, arrays, strict=True)))), None)  # noqa: E731
+    gradients = lambda *arrays: (list(pull(dict(zip(w, arrays, strict=True)))), None)
     try:
         jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, w.values())), "backward")
         reason = why_not_linear(jaxpr, [i >= len(consts) for i in range(len(jaxpr.invars))], consts)
@@ -757,13 +757,13 @@ def _case_of_examples(subject: Subject, batch_axes: dict[int, int], label: str, 
         return function.with_tensors(xs).run()
 
     def run_each(xs: list[Any]) -> list[Any]:
-        select = lambda x, axis, i: x if axis is None else jax.lax.index_in_dim(x, i, axis, keepdims=False)  # noqa: E731
+        select = lambda x, axis, i: x if axis is None else jax.lax.index_in_dim(x, i, axis, keepdims=False)
         outputs = [run([select(x, axis, i) for x, axis in zip(xs, axes, strict=True)]) for i in range(_EXAMPLES)]
         return [jnp.stack(ys) for ys in zip(*outputs, strict=True)]
 
     batch = TensorFunction(jax.vmap(run, (axes,)), {"tensors": tensors}, function.paths)
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
-    results = lambda values, cotangents: batch.with_values(values).results(cotangents)  # noqa: E731
+    results = lambda values, cotangents: batch.with_values(values).results(cotangents)
     got = (jax.jit(results) if is_jitted else results)(batch.values, cotangents)
     expected = TensorFunction(run_each, {"tensors": tensors}, function.paths).results(cotangents)
     return subject.case(label, got, expected, "for each example alone")

@@ -142,9 +142,9 @@ def test_a_branch_that_no_value_takes_is_named_with_its_line(name):
 
 
 def test_an_object_on_a_context_is_no_leak():
-    forward = lambda ctx, x, holder: (setattr(ctx, "holder", holder), x * holder.w)[1]  # noqa: E731
+    forward = lambda ctx, x, holder: (setattr(ctx, "holder", holder), x * holder.w)[1]
     made = layer(forward, lambda ctx, dy: dy * ctx.holder.w)
-    apply = lambda x: made.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))  # noqa: E731
+    apply = lambda x: made.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))
     assert check_layer(apply, X, skip=all_but("leaks")).passed
 
 
@@ -197,7 +197,7 @@ def test_keywords_are_arguments():
     keywords = {"factor": {"f": jnp.float32(3)}, "how": "twice"}
     report = check_layer(scaled, X, kwargs=keywords, skip=all_but("jit", "gradients", "arguments", "repeatable"))
     assert "factor['f']" in report["eager"].message
-    reference = lambda x, *, factor, how: jnp.tanh(2 * x) * factor["f"]  # noqa: E731
+    reference = lambda x, *, factor, how: jnp.tanh(2 * x) * factor["f"]
     assert check_layer(scaled, X, kwargs=keywords, reference=reference, skip=all_but("gradients")).passed
     with pytest.raises(AssertionError, match="gradient of y"):
         check_layer(lambda x, *, y: WrongSign.apply(y) * x, X, kwargs={"y": X}, skip=all_but("gradients"))

@@ -67,7 +67,7 @@ def test_one_wrong_entry_of_many_is_named():
 
 def test_a_reference_that_is_not_finite_is_named():
     swish, args = RIGHT["swish"]
-    naive = lambda x: x / (1 + jnp.exp(-x))  # noqa: E731
+    naive = lambda x: x / (1 + jnp.exp(-x))
     with pytest.raises(AssertionError, match=r"nan by the reference \(which is not finite"):
         assert_equivalent(swish, naive, args)
     assert gradgradcheck(swish, args, jax.nn.swish)

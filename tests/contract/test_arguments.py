@@ -18,9 +18,9 @@ from tests.kit.modes import EAGER_AND_JIT, MODES, RUNS, X, modes
 
 @modes
 def test_partial_arguments_are_differentiated_through(mode):
-    call = lambda function, x: function(x)  # noqa: E731
+    call = lambda function, x: function(x)
     applies = layer(call, lambda function, x, dy: jax.vjp(call, function, x)[1](dy), plain=True)
-    f = lambda x: applies.apply(jax.tree_util.Partial(lambda w, v: w * v**2, x), x).sum()  # noqa: E731
+    f = lambda x: applies.apply(jax.tree_util.Partial(lambda w, v: w * v**2, x), x).sum()
     np.testing.assert_allclose(MODES[mode](f)(X), 3 * X**2)
 
 
@@ -67,7 +67,7 @@ def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
     partials = {"a": 1.0, "b": -2.0}
     decorated = functools.wraps(forward)(decorator(forward))
     made = layer(decorated, lambda ctx, dy: tuple(partials[name] * dy for name in order), base)
-    f = lambda a, b: made.apply(**{name: x for name, x in {"b": b, "a": a}.items() if name in order})  # noqa: E731
+    f = lambda a, b: made.apply(**{name: x for name, x in {"b": b, "a": a}.items() if name in order})
     values = jnp.float32(1), jnp.float32(10)
     assert f(*values) == jax.jit(f)(*values) == -19
     expected = (1, -2 if "b" in order else 0)
@@ -104,7 +104,7 @@ def test_the_keys_of_a_dict_need_not_be_sortable(kind, statics):
         return (dict if kind is DEFAULT else kind)({"a": dy, 1: 2 * dy} | statics)
 
     made, unsortable = layer(forward, backward), DEFAULT({1: 2, "a": 3})
-    f = lambda x: made.apply(kind({"a": x, 1: x, "static": unsortable})).sum()  # noqa: E731
+    f = lambda x: made.apply(kind({"a": x, 1: x, "static": unsortable})).sum()
     assert jax.grad(f)(X).tolist() == [3, 3, 3]
 
 
@@ -212,7 +212,7 @@ def test_dicts_keep_the_order_of_their_keys(run, kind):
 
 Named = namedtuple("Named", "value label")
 OBJECT = object()
-FUNCTION = lambda: None  # noqa: E731
+FUNCTION = lambda: None
 OUTPUTS = {
     "statics": lambda y: (y, 1, None, "text", OBJECT, FUNCTION, [3]),
     "1-tuple": lambda y: (y,),

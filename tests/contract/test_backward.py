@@ -204,7 +204,7 @@ def test_cotangents_that_are_python_numbers(mode, forward_mode):
         return dy * 2 + dz * 3
 
     two = layer(lambda ctx, x: (x * 2, jnp.sin(x)), backward, forward_mode=forward_mode)
-    pull = lambda x, dy, dz: jax.vjp(two.apply, x)[1]((dy, dz))[0]  # noqa: E731
+    pull = lambda x, dy, dz: jax.vjp(two.apply, x)[1]((dy, dz))[0]
     assert mode(lambda x: pull(x, 1.0, 2.0))(jnp.float32(0.5)) == 8
     assert mode(jax.vmap(lambda x: pull(x, x, 2.0)))(X).tolist() == (X * 2 + 6).tolist()
 

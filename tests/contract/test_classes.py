@@ -113,7 +113,7 @@ def used(layer, once):
 
 def test_classes_that_are_pickled_by_value_into_another_process():
     # The methods refer to the class.
-    rule = lambda x, dy: Sine.scale * dy * jnp.cos(x)  # noqa: E731
+    rule = lambda x, dy: Sine.scale * dy * jnp.cos(x)
     Sine = layer(jnp.sin, rule, name="Sine", plain=True, scale=3.0, forward_mode=True)
     Once = layer(
         classmethod(lambda cls, ctx, x: ctx.save_for_backward(x) or x * x),

@@ -68,7 +68,7 @@ class Scale:
 
 @RULES
 def test_a_differentiated_value_within_an_argument_that_is_no_pytree_is_named(forward_mode, mode):
-    applied = lambda x, held: held.method(x)  # noqa: E731
+    applied = lambda x, held: held.method(x)
     made = layer(applied, lambda x, held, dy: held.method(dy), plain=True, forward_mode=forward_mode)
     assert_named(lambda: MODES[mode](lambda w: loss(made, Scale(w))(X * 1))(X))
 

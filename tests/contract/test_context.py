@@ -190,7 +190,7 @@ def test_needs_input_grad_is_exact_but_in_a_traced_forward(argnums):
         lambda ctx, x, n, w, index: seen.append(ctx.needs_input_grad) or x * w,
         lambda ctx, dy: seen.append(ctx.needs_input_grad) or (dy, None, dy, None),
     )
-    f = lambda x, n, w: made.apply(x, 7, w, index=jnp.arange(2)).sum()  # noqa: E731
+    f = lambda x, n, w: made.apply(x, 7, w, index=jnp.arange(2)).sum()
     expected = (0 in argnums, False, 2 in argnums, False)
     f(X, 7.0, X)
     jax.grad(f, argnums)(X, 7.0, X)

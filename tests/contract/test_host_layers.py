@@ -467,7 +467,7 @@ def test_what_a_dropped_run_keeps_is_compared(kept, transform):
         return y
 
     made = layer(forward, lambda ctx, dy: (dy, None), host="forward", name="Odd")
-    f = lambda x: made.apply(x, jnp.full(3, 2.0), False).sum()  # noqa: E731
+    f = lambda x: made.apply(x, jnp.full(3, 2.0), False).sum()
     run = jax.jit(jax.vmap(jax.grad(f)) if transform is jax.vmap else lambda x: transform(f)(x[0]))
     assert jax.tree.leaves(run(jnp.ones((1, 3))))[-1].ravel().tolist() == [1, 1, 1]
     assert "Odd.forward" in error_of(run, jnp.full((1, 3), 99.0))
@@ -555,7 +555,7 @@ def test_gradients_have_the_types_of_the_inputs():
 
     x, y = jnp.ones(3), jnp.ones((1, 3))
     for mode in (lambda f: f, jax.jit):
-        run = lambda gradient: mode(jax.grad(lambda x, y: made(gradient).apply(x, y).sum(), (0, 1)))(x, y)  # noqa: B023, E731
+        run = lambda gradient: mode(jax.grad(lambda x, y: made(gradient).apply(x, y).sum(), (0, 1)))(x, y)  # noqa: B023
         dx, dy = run(lambda dy: (dy.astype(np.float64), np.ones((4, 1, 3))))
         assert dx.dtype == dy.dtype == np.float32
         assert dy.tolist() == [[4, 4, 4]]
@@ -676,7 +676,7 @@ def test_closed_over_tracers_are_refused():
         y = jnp.ones(3)
         return host_layer(lambda ctx, z: z, lambda ctx, dz: dz * np.sum(x)).apply(y * x).sum()
 
-    declared = lambda x: f(x, result_types=lambda y: y)  # noqa: E731
+    declared = lambda x: f(x, result_types=lambda y: y)
     w = jnp.ones(3)
     only_closed_over = jax.grad(lambda x: host_layer(lambda ctx, y: y * np.sum(x)).apply(w).sum())
     for run in (jax.grad(f), jax.jit(f), only_closed_over, jax.jit(declared), jax.grad(g), jax.jit(jax.grad(g))):

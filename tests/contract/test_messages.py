@@ -210,7 +210,7 @@ def test_a_type_error_of_backward_stays_as_it_is(run):
     def changed(ctx, dy, again):  # its decorator gives it what the signature asks for
         raise TypeError("of the user")
 
-    calls = lambda ctx, dy: text_of(dy, dy)  # noqa: E731
+    calls = lambda ctx, dy: text_of(dy, dy)
     for backward, message in ((raises, r"^raises\(\)"), (calls, r"text_of\(\)"), (doubled(changed), "^of the user")):
         with pytest.raises(TypeError, match=message) as caught:
             run(loss(layer(backward=backward)))(X)
@@ -318,7 +318,7 @@ def test_a_collective_in_backward_of_a_named_vmap_is_told_of_forward_mode(mode):
 def test_a_solver_in_backward_has_second_derivatives_in_reverse_mode_and_its_error_says_so():
     matrix, solver = 2 * jnp.eye(3) + 0.1, jax.scipy.sparse.linalg.bicgstab
     solve = layer(lambda ctx, b: jnp.linalg.solve(matrix, b), lambda ctx, dy: solver(lambda v: matrix.T @ v, dy)[0])
-    total = lambda b: (solve.apply(b) ** 2).sum()  # noqa: E731
+    total = lambda b: (solve.apply(b) ** 2).sum()
     with pytest.raises(TypeError, match=r"Made\.backward.*jax\.jacrev\(jax\.grad\(f\)\)") as caught:
         jax.hessian(total)(X)
     assert "issue" not in text_of(caught.value)

@@ -123,7 +123,7 @@ def test_what_a_branch_or_an_iteration_packs_has_its_own_name():
         return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ W), lambda x: -x, jnp.sin(x))
 
     def nested(x):
-        rows = lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x)  # noqa: E731
+        rows = lambda x: jax.lax.map(lambda row: jnp.tanh(row @ W), x)
         return jax.lax.scan(lambda x, _: (rows(x), None), jnp.sin(x), None, length=2)[0]
 
     for function, shape, times in ((branches, (8, 4), 1), (nested, (4,), 16)):

@@ -133,7 +133,7 @@ def test_host_layer():
 
 
 def test_errors():
-    closing = lambda t: layer(lambda ctx, a: a.array * t, lambda ctx, dy: Matrix(dy)).apply(A).sum()  # noqa: E731
+    closing = lambda t: layer(lambda ctx, a: a.array * t, lambda ctx, dy: Matrix(dy)).apply(A).sum()
     with pytest.raises(jax.errors.UnexpectedTracerError, match="closes over") as caught:
         jax.grad(closing)(2.0)
     assert "a matrix of" not in text_of(caught.value)

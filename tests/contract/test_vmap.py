@@ -132,7 +132,7 @@ def test_a_dict_of_vmap_and_its_dims_may_have_another_order_of_keys(mode):
     square = jnp.arange(9.0).reshape(3, 3)
     assert_same(mode(jax.vmap(lambda x: made.apply(x)["b"] + 3 * made.apply(x)["a"]))(square), 7 * square)
     for name, factor in (("b", 1), ("a", 2)):
-        total = lambda x, name=name: made.apply(x)[name].sum()  # noqa: E731
+        total = lambda x, name=name: made.apply(x)[name].sum()
         assert_same(mode(jax.vmap(jax.grad(total)))(square), jnp.full_like(square, factor))
         assert_same(mode(jax.grad(lambda x, f=total: jax.vmap(f)(x).sum()))(square), jnp.full_like(square, factor))
 
@@ -244,7 +244,7 @@ def layer_of(name, forward_mode):
     f = FUNCTIONS[name]
     if "layers" not in name:
         return layer(f, lambda x, dy: jax.vjp(f, x)[1](dy)[0], plain=True, forward_mode=forward_mode).apply
-    batch = lambda info, in_dims, x: (jnp.tanh(front(x, in_dims[0], info.batch_size)), 0)  # noqa: E731
+    batch = lambda info, in_dims, x: (jnp.tanh(front(x, in_dims[0], info.batch_size)), 0)
     inner = layer(base=Tanh, forward_mode=forward_mode, **({"vmap": batch} if "vmap" in name else {}))
 
     def backward(x, dy):
@@ -327,7 +327,7 @@ def test_a_function_of_a_value_that_all_examples_share(name, mode, way, forward_
 @pytest.mark.parametrize("forward_mode", [False, True])
 def test_backward_gets_the_cotangent_of_each_example_for_a_shared_argument(forward_mode, axis_name, mode):
     """A backward that is not linear has another gradient for the sum of the cotangents."""
-    rule = lambda a, b, dy: (dy, jnp.tanh(dy) * 2 * b)  # noqa: E731
+    rule = lambda a, b, dy: (dy, jnp.tanh(dy) * 2 * b)
     made, b = layer(lambda a, b: a + b * b, rule, plain=True, forward_mode=forward_mode), jnp.float32(0.7)
     gradient = jax.grad(lambda b: jnp.vdot(WEIGHTS, jax.vmap(made.apply, (0, None), **axis_name)(X, b)))
     expected = 2 * jnp.sum(jnp.tanh(WEIGHTS))

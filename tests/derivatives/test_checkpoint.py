@@ -186,7 +186,7 @@ def test_outputs_that_nothing_uses_are_not_computed(kind, used, present, absent)
     assert not present or f" {present} " in str(dced)
 
     def scanned(x):  # JAX drops the dead code in the body of a scan when it differentiates the scan
-        body = lambda carry, _: (carry + sum((made.apply(x, -1.3)[i] for i in used), 0.0 * x), None)  # noqa: E731
+        body = lambda carry, _: (carry + sum((made.apply(x, -1.3)[i] for i in used), 0.0 * x), None)
         return jax.lax.scan(body, x, None, length=2)[0]
 
     expected = sum(jax.grad(lambda x, i=i: made.apply(x, -1.3)[i])(0.1) for i in used)

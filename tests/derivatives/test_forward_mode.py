@@ -53,7 +53,7 @@ def test_a_backward_that_applies_its_own_layer(around):
         return lambda x: jnp.sum(jnp.sin(around(lambda x: flipped(product(x, jnp.cos(x))))(x)) * jnp.array([1, 2.0]))
 
     ours, plain = total(Flip.apply, Product.apply), total(lambda x: jnp.flip(x) * 3, jnp.multiply)
-    third = lambda f: jax.jit(jax.jacfwd(jax.grad(jax.jacfwd(lambda t: f(t * X)))))  # noqa: E731
+    third = lambda f: jax.jit(jax.jacfwd(jax.grad(jax.jacfwd(lambda t: f(t * X)))))
     for derivative in (jax.jacfwd, jax.hessian, lambda f: jax.jacfwd(jax.jacfwd(f))):
         np.testing.assert_allclose(derivative(ours)(X), jax.jit(derivative(plain))(X), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(third(ours)(0.5), third(plain)(0.5), rtol=1e-4)

@@ -160,7 +160,7 @@ def saves(forward, save, marks_last=False, kind="PyLayer", **attributes):
         set_up(ctx, (x,), output)
         return output
 
-    backward = lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0]  # noqa: E731
+    backward = lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0]
     if kind == "PyLayer":
         return layer(forward_with_ctx, backward, **attributes)
     return layer(forward, backward, Function, setup_context=set_up, **attributes)
@@ -237,7 +237,7 @@ def test_a_ref_that_forward_closes_over_is_refused_where_it_is_traced():
         return derivative(layer(forward, lambda ctx, dy: 3 * dy).apply)(jnp.float32(2.0)), ref[...]
 
     assert run(grad) == (3, 2)  # on concrete values
-    scanned = lambda f: grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])  # noqa: E731
+    scanned = lambda f: grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])
     for traced in (lambda f: grad(jax.jit(f)), scanned, lambda f: jax.jit(grad(f)), lambda f: grad(grad(f))):
         with pytest.raises(TypeError, match=r"Made.*as an argument"):
             run(traced)
@@ -260,7 +260,7 @@ def test_a_numpy_constant_that_setup_context_keeps_by_its_own_name_is_the_output
         (kept,) = ctx.saved_tensors or jax.tree.leaves(ctx.kept)
         return dy["y"] * kept
 
-    setup = lambda ctx, inputs, output: keep(ctx, output["y"])  # noqa: E731
+    setup = lambda ctx, inputs, output: keep(ctx, output["y"])
     made = layer(lambda x: {"y": RETURNED}, backward, Function, setup_context=setup)
     slope = jax.grad(lambda x: jnp.sum(made.apply(x)["y"]))
     # The gradient is y, and dy/dx is y by the rule.

@@ -69,7 +69,7 @@ def test_an_output_that_no_varying_argument_reaches_has_a_cotangent_on_each_devi
         return y
 
     ignores_x = layer(forward, lambda ctx, dy: ((dy * ctx.saved_tensors[0]).reshape(ctx.shape), None))
-    f = lambda x, w, c: c * jnp.sin(ignores_x.apply(x, w))  # noqa: E731
+    f = lambda x, w, c: c * jnp.sin(ignores_x.apply(x, w))
     args = jnp.arange(1.0, 5), jnp.float32(0.5), jnp.asarray([1.0, 10, 100, 1000])
 
     def derivatives(f):

@@ -85,7 +85,7 @@ def draw(seed: int) -> Case:
 
 def _number(rng: random.Random, shape: tuple[int, ...]) -> Any:
     """Return a number, or a list of three."""
-    one = lambda: round(rng.uniform(0.2, 1.2) * rng.choice([-1, 1, 1]), 2)  # noqa: E731
+    one = lambda: round(rng.uniform(0.2, 1.2) * rng.choice([-1, 1, 1]), 2)
     return [one() for _ in range(3)] if shape else one()
 
 

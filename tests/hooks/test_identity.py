@@ -242,7 +242,7 @@ def hooks_of_a_step(**flags):
 
 def predicate_of_a_step(make):
     size = [1]
-    only = lambda x: x.size > size[0]  # noqa: E731
+    only = lambda x: x.size > size[0]
     return make(only), [only]
 
 
@@ -285,7 +285,7 @@ def test_nothing_of_a_pair_or_of_what_it_decorates_stays_alive(step, pair, funct
     alive = []
     for _ in range(2):
         made, parts = PAIRS[pair]()
-        decorated = lambda *args: FUNCTIONS[function](*args)  # noqa: E731
+        decorated = lambda *args: FUNCTIONS[function](*args)
         alive += map(weakref.ref, [made, decorated, *parts])
         ALL_STEPS[step](made, decorated)
         del made, decorated, parts
@@ -365,7 +365,7 @@ def test_a_pair_shows_its_arguments_and_a_copy_is_another_equal_pair(make, text,
 
 
 def test_a_pair_tells_how_many_tensors_it_has_packed_and_backward_computes_again():
-    f = lambda x: jnp.sin(x).sum()  # noqa: E731
+    f = lambda x: jnp.sin(x).sum()
     hooks, exact = save_on_cpu(recompute=False), recompute_saved()
     jax.grad(hooks(f))(jnp.ones(3))
     assert "1 tensor" in repr(hooks)

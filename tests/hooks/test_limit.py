@@ -84,9 +84,9 @@ def test_the_gradient_is_exact(function, limit, mode):
 def test_a_second_derivative_is_exact(function, place):
     f = recompute_saved(limit="8 KiB")(function)
     if place == "vmap":
-        run = lambda f: jax.jit(jax.vmap(second(f), (None, 0)))(W, jnp.stack([X, 2 * X]))  # noqa: E731
+        run = lambda f: jax.jit(jax.vmap(second(f), (None, 0)))(W, jnp.stack([X, 2 * X]))
     else:
-        run = lambda f: second(jax.jit(f))(W, X) if place == "jit inside" else jax.jit(second(f))(W, X)  # noqa: E731
+        run = lambda f: second(jax.jit(f))(W, X) if place == "jit inside" else jax.jit(second(f))(W, X)
     assert relative_error(run(f), run(function)) < 1e-4
 
 
@@ -187,7 +187,7 @@ def test_a_layer_in_a_scan_keeps_no_copy_of_stacked_weights():
 
 
 def test_slices_that_a_layer_saves_are_packed():
-    f = lambda apply: lambda ws, x: jnp.sum(jax.lax.scan(lambda c, y: (apply(c, y), None), x, x @ ws)[0] ** 2)  # noqa: E731
+    f = lambda apply: lambda ws, x: jnp.sum(jax.lax.scan(lambda c, y: (apply(c, y), None), x, x @ ws)[0] ** 2)
     assert bytes_held(cast_saved()(f(Multiply.apply))) == bytes_held(cast_saved()(f(jnp.multiply)))
 
 

@@ -99,7 +99,7 @@ def without_layer(x):
 )
 def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
     make, tolerance = PACKERS[packer]
-    with_layer = lambda x: Tanh.apply(x) * jnp.sin(x) * jnp.where(x > 0, x, 2)  # noqa: E731
+    with_layer = lambda x: Tanh.apply(x) * jnp.sin(x) * jnp.where(x > 0, x, 2)
     with jax.enable_x64(forward):
         x = jnp.asarray(np.linspace(-1, 1, 128).reshape(4, 32), jnp.float64 if forward else jnp.float32)
         functions = make(tmp_path)(without_layer), with_layer, without_layer
@@ -183,6 +183,6 @@ def test_a_block_of_nan_is_packed_without_infinity():
 @pytest.mark.parametrize("run", RUNS)
 def test_a_host_hook_owns_its_array(run):
     given = np.array(X)
-    total = lambda x: jnp.sum(without_layer(x))  # noqa: E731
+    total = lambda x: jnp.sum(without_layer(x))
     assert_close(RUNS[run](of_host()(total))(given), RUNS[run](total)(X), 1e-5)
     np.testing.assert_array_equal(given, X)  # the hook did not write into the caller's array

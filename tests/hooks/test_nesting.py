@@ -40,7 +40,7 @@ def test_a_block_packs_what_a_decorated_function_in_it_computed():
 
 def adding(number):
     """A pair whose unpacked tensor tells which pairs have packed it."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return saved_tensors_hooks(lambda x: x + number, lambda x: x, only=is_float)
 
 

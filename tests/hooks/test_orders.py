@@ -55,7 +55,7 @@ def test_it_is_refused_with_another_pair(staged, function):
 
 
 def test_two_derivatives_in_a_block_that_moves_to_host_memory():
-    twice = lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(x) ** 2)  # noqa: E731
+    twice = lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(x) ** 2)
     expected, found = (jax.jit(jax.grad(f))(X) for f in (twice, in_block(save_on_cpu(), twice)))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -79,7 +79,7 @@ Twice = layer(backward=lambda ctx, dy: 2 * dy, forward_mode=True)
 def test_an_inner_derivative_that_reaches_nothing(inner, decorate, around, mode):
     staged = jax.jit(lambda x, c: jnp.sin(c) + jnp.sin(jnp.round(x)))
     f = decorate(Spy(differentiable=True).hooks, lambda x, c: staged(x, c) + jax.nn.relu(c))
-    frozen = lambda x, c: inner(lambda x: f(x, c).sum())(x)  # noqa: E731
+    frozen = lambda x, c: inner(lambda x: f(x, c).sum())(x)
     assert not np.any(mode(around(frozen, 1))(X, X))
 
 
@@ -140,7 +140,7 @@ def test_it_passes_through_a_block(around, derivative):
 
 @EAGER_AND_JIT
 def test_forward_mode_where_no_cotangent_reaches_an_operand(mode):
-    f = lambda x, y: jnp.sin(x) * jax.lax.stop_gradient(y)  # noqa: E731
+    f = lambda x, y: jnp.sin(x) * jax.lax.stop_gradient(y)
     got = jax.jvp(mode(cast_saved()(f)), (W, W), (W, W))[1]
     np.testing.assert_allclose(got, W * W * jnp.cos(W), rtol=1e-2)
 

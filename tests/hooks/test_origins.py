@@ -117,7 +117,7 @@ ROWS = jnp.linspace(0.1, 0.9, 12).reshape(4, 3)
 def test_a_name_is_the_same_in_each_transform(kind, place, mode):
     key, f = NAMED[kind]
     kept, rest = [], []
-    g = lambda x: jnp.sum(PLACES[place](f)(x) ** 2)  # noqa: E731
+    g = lambda x: jnp.sum(PLACES[place](f)(x) ** 2)
     run = mode(jax.grad(by_name({key: noting(kept, differentiable=True), ...: noting(rest, differentiable=True)})(g)))
     dropped = place == "checkpoint" or (place == "checkpoint that saves names" and key not in ("product", "cosine"))
     if not dropped:
@@ -142,7 +142,7 @@ def cosine(x):
 @EAGER_AND_JIT
 @pytest.mark.parametrize("branches", [(sine, cosine), (cosine, sine)])
 def test_each_branch_of_a_cond_has_a_say(branches, mode):
-    loss = lambda x: jnp.sum(jax.lax.switch(jnp.int32(x[0] > 0), branches, jax.lax.neg(x)))  # noqa: E731
+    loss = lambda x: jnp.sum(jax.lax.switch(jnp.int32(x[0] > 0), branches, jax.lax.neg(x)))
     for pairs, is_packed in (({"sine": True}, True), ({"sine": None}, False), ({"sine": None, "cos": True}, True)):
         kept, rest = [], []
         spy = noting(kept, lambda x: x.shape == X.shape, differentiable=True)
@@ -165,7 +165,7 @@ def test_a_result_keeps_the_origin_that_it_has_inside(place, mode):
         seen.add((info.operation, info.inside))
         return True
 
-    g = lambda x: jnp.sum(PLACES[place](lambda x: Module()(jnp.sin(x)))(x) ** 2)  # noqa: E731
+    g = lambda x: jnp.sum(PLACES[place](lambda x: Module()(jnp.sin(x)))(x) ** 2)
     mode(jax.grad(noting([], only=only)(g)))(ROWS)
     assert {("multiply", ("Module",)), ("mul", ("Module",))} & seen  # a jaxpr has the primitive
 
@@ -181,7 +181,7 @@ def test_a_predicate_gets_the_functions_around(is_loop, mode):
 
     def loss(p, x):
         block = Block()
-        step = lambda c, _: (block(p, c), None)  # noqa: E731
+        step = lambda c, _: (block(p, c), None)
         return jnp.sum((jax.lax.scan(step, x, None, length=3) if is_loop else step(x, None))[0] ** 2)
 
     mode(jax.grad(noting([], only=only, differentiable=True)(loss)))(PARAMETERS, X)
@@ -193,7 +193,7 @@ def test_a_predicate_gets_the_functions_around(is_loop, mode):
 @EAGER_AND_JIT
 def test_a_tensor_is_decided_once(mode):
     # Both the exponential and the product keep the result of the exponential.
-    f = lambda x: jnp.sum(jnp.exp(x) * x)  # noqa: E731
+    f = lambda x: jnp.sum(jnp.exp(x) * x)
     for key, other, n in (("exp", "multiply", 1), ("multiply", "exp", 0)):
         kept = []
         with pytest.warns(UserWarning, match="multiply"):  # the product keeps nothing of its own
@@ -383,7 +383,7 @@ def test_the_most_special_name_counts(mode):
 
 
 def test_ready_pairs_by_name():
-    f = lambda x: jnp.sum(NamedTanh.apply(x)[:1]) + jnp.sum(Tanh.apply(x)[:2]) + jnp.sum(jnp.exp(x))  # noqa: E731
+    f = lambda x: jnp.sum(NamedTanh.apply(x)[:1]) + jnp.sum(Tanh.apply(x)[:2]) + jnp.sum(jnp.exp(x))
     pairs = {"y": save_on_cpu(), "Tanh": chain(quantize_saved(8), save_on_cpu()), "exp": None, ...: cast_saved()}
     hooks = by_name(pairs)
     for run in (lambda f: f, jax.jit):
@@ -405,7 +405,7 @@ HIDDEN = {
 @pytest.mark.parametrize("place", [None, *STAGED])
 def test_a_named_tensor_is_kept_by_its_own_hooks(place, name):
     def make_loss():
-        inner = lambda x: x + jnp.sum(jax.nn.gelu(HIDDEN[name](x)))  # noqa: E731
+        inner = lambda x: x + jnp.sum(jax.nn.gelu(HIDDEN[name](x)))
         if place == "checkpoint":
             return jax.checkpoint(
                 lambda x: jnp.sum(inner(x)), policy=jax.checkpoint_policies.save_only_these_names("hidden")
@@ -427,7 +427,7 @@ def test_a_named_tensor_is_kept_by_its_own_hooks(place, name):
 
 @EAGER_AND_JIT
 def test_a_key_whose_tensors_are_computed_again_warns(mode):
-    loss = lambda x: jnp.sum((x @ x) * jnp.sin(x @ x))  # noqa: E731
+    loss = lambda x: jnp.sum((x @ x) * jnp.sin(x @ x))
     with pytest.warns(UserWarning, match="'sin'.*recompute=False"):
         mode(jax.grad(by_name({"sin": save_on_cpu(), ...: None})(loss)))(SQUARE)
     mode(jax.grad(by_name({"sin": save_on_cpu(recompute=False), ...: None})(loss)))(SQUARE)

@@ -221,7 +221,7 @@ def test_an_output_without_a_cotangent(form, mode):
         missing.append([c is None for c in cotangents])
         return cotangents[0]
 
-    forward = lambda ctx, x: ctx.set_materialize_grads(False) or (x * 1.0, jnp.cos(x))  # noqa: E731
+    forward = lambda ctx, x: ctx.set_materialize_grads(False) or (x * 1.0, jnp.cos(x))
     split = layer(forward, backward).apply
 
     def loss_and_more(x):
@@ -271,7 +271,7 @@ def test_the_pair_at_the_call_counts_not_the_one_at_the_differentiation():
 def test_eager_code_holds_no_intermediates():
     def peak(hooked):
         held = []
-        note = lambda x: held.append(sum(a.nbytes for a in jax.live_arrays())) or x  # noqa: E731
+        note = lambda x: held.append(sum(a.nbytes for a in jax.live_arrays())) or x
         hooks = saved_tensors_hooks(lambda x: note(x).astype(jnp.bfloat16), lambda x: note(x).astype(jnp.float32))
         jax.grad(hooked(hooks, lambda x: jnp.sum(functools.reduce(lambda x, _: jnp.sin(x), range(20), x))))(A)
         return max(held) - held[0]

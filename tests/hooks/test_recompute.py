@@ -110,7 +110,7 @@ def test_the_report_says_from_what_a_tensor_is_computed_again():
 
 
 def test_recompute_false_keeps_each_tensor():
-    f = lambda w, x: jnp.sum(jnp.sin(jax.nn.gelu(x @ w)))  # noqa: E731
+    f = lambda w, x: jnp.sum(jnp.sin(jax.nn.gelu(x @ w)))
     kept = {flag: saved_tensors_report(cast_saved(recompute=flag)(f), W, X).total_bytes for flag in (True, False)}
     assert kept[False] > 1.9 * kept[True]
     assert cast_saved(recompute=True) == cast_saved() != cast_saved(recompute=False)
@@ -158,7 +158,7 @@ COMPARING = {
 
 @pytest.mark.parametrize("kind", COMPARING)
 def test_rules_that_compare_what_they_saved(kind):
-    f = lambda w, x: jnp.sum(COMPARING[kind](ACTIVATIONS["norm and silu"](x @ w)) ** 2)  # noqa: E731
+    f = lambda w, x: jnp.sum(COMPARING[kind](ACTIVATIONS["norm and silu"](x @ w)) ** 2)
     hooked, expected = recompute_saved()(f), gradient(f)(W, X)
     for run in (gradient(hooked), jax.grad(hooked, (0, 1))):
         assert relative_error(run(W, X), expected) < 1e-5
@@ -228,16 +228,16 @@ def test_the_error_is_at_most_twice_that_without_recomputation(name, pair):
     ids=["only", "by_name None", "by_name cast"],
 )
 def test_a_tensor_is_not_computed_from_coarser_ones(pair):
-    f = lambda w, x: jnp.sum(jnp.sin(jax.nn.sigmoid(h := x @ w) * (x @ V)) + h**2)  # noqa: E731
+    f = lambda w, x: jnp.sum(jnp.sin(jax.nn.sigmoid(h := x @ w) * (x @ V)) + h**2)
     shown = [row for row in saved_tensors_report(pair(f), W, X).rows if row.name in ("sigmoid", "logistic")]
     assert any(row.packed_bytes >= row.bytes // 2 for row in shown)
 
 
 def test_what_an_inner_decorated_function_computes_from_again_is_not_rounded():
     inner = recompute_saved()(lambda h: jnp.sin(50 * h))
-    in_a_loop = lambda h: jax.lax.scan(lambda c, _: (inner(h) + jnp.sum(c), None), h, None, length=2)[0]  # noqa: E731
+    in_a_loop = lambda h: jax.lax.scan(lambda c, _: (inner(h) + jnp.sum(c), None), h, None, length=2)[0]
     for g in (inner, in_a_loop):
-        f = lambda w, x, g=g: jnp.sum(g(x @ w))  # noqa: E731
+        f = lambda w, x, g=g: jnp.sum(g(x @ w))
         assert relative_error(gradient(quantize_saved()(f))(W, X), gradient(f)(W, X)) < 1e-5
 
 
@@ -292,7 +292,7 @@ def test_chains_take_the_stricter_part():
 
 
 def test_a_mean_that_the_rest_is_computed_from_is_not_rounded():
-    f = lambda w, x: jnp.sum(jnp.square(jnp.square((h := x @ w) * h.mean()) @ V))  # noqa: E731
+    f = lambda w, x: jnp.sum(jnp.square(jnp.square((h := x @ w) * h.mean()) @ V))
     (mean,) = [row for row in saved_tensors_report(cast_saved()(f), W, X).rows if not row.shape]
     assert mean.packed_bytes == mean.bytes
 

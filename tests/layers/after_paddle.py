@@ -100,7 +100,7 @@ LOSS = np.array(0.7, np.float32)
 # Paddle has no second derivative, since what backward differentiates is detached.
 port("Recompute", X, W, call=lambda m, x, w: m.Recompute.apply(lambda x, w: (x @ w) ** 3 * x, True, (x, w)), plain=True)
 for delayed in (False, True):
-    call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
+    call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))
 port("ClippedReversal", X, call=lambda m, x: m.ClippedReversal.apply(x, lambda_=2))
 port("ClippedReversal", X, label="default")
