@@ -135,10 +135,8 @@ def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
             return jnp.asarray(rng.integers(0, 2, shape), dtype)
         real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
         return jnp.asarray(real + 1j * imaginary if name.startswith("c") else real, dtype)
-    try:
+    with contextlib.suppress(SyntaxError, ValueError, TypeError):
         return ast.literal_eval(spec)
-    except (SyntaxError, ValueError, TypeError):
-        pass
     if re.fullmatch(r"\w+(\.\w+)+", spec):
         return _resolve(spec, spec)
     hint = f" For a string, quote it twice: \"'{spec}'\"." if spec.isidentifier() else ""

@@ -131,10 +131,8 @@ def run(epochs: int, seed: int, progress: bool) -> bool:
         return float(jnp.mean(jnp.argmax(logits(parameters, test_images), axis=1) == test_labels))
 
     parameters = train(loss, images, labels, epochs, seed, "training" if progress else None)
-    ours, plain = (
-        ravel_pytree(jax.jit(jax.grad(lambda p, layers=layers: loss(p, *batch, layers)))(parameters))[0]
-        for layers in (LAYERS, PLAIN)
-    )
+    gradient = jax.jit(jax.grad(loss), static_argnames="layers")
+    ours, plain = (ravel_pytree(gradient(parameters, *batch, layers=layers))[0] for layers in (LAYERS, PLAIN))
     error = float(jnp.max(jnp.abs(ours - plain)) / jnp.max(jnp.abs(plain)))
     accuracy = test_accuracy(parameters)
     has_learned, is_right = accuracy >= ACCURACY, error <= GRADIENT_ERROR

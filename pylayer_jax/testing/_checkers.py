@@ -101,7 +101,8 @@ def check_layer(
     report = LayerReport(name_of(layer), tuple(rows), reference is not None, list(map(type, args)) == [tuple])
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
-    _warn("check_layer", layer, subject if report.passed else None, stacklevel=3)
+    if report.passed:
+        _warn("check_layer", layer, subject, stacklevel=3)
     return report
 
 
@@ -174,37 +175,30 @@ class LayerReport:
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
         differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
         mismatched = [row for row in failed if isinstance(row.error, MismatchError)]
-        hints: list[str] = []
-        if self.has_only_a_tuple and not self.rows[0].passed:
-            hints.append("check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.")
-        if any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed):
-            hints.append(
-                "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
-                "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args)."
-            )
-        if differ and not self.has_reference:
-            hints.append(
-                "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
-                "reference=FUNCTION: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
-                f"jnp.round(x) - x); or skip={differ + once}."
-            )
-        if once and (self.has_reference or not differ):
-            hints.append(f"Is the layer meant to have no second derivative? Then pass skip={once}.")
-        if differ:
-            hints.append(
-                "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
-                "perhaps\nskip=['second order']. Does it compute in a narrower dtype by NumPy? Then pass float64=False."
-            )
-        if any(" for other values (" in row.message for row in mismatched):
-            hints.append(
-                "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
-                "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2)."
-            )
-        if any(row.name == "linear" for row in mismatched):
-            hints.append(
-                "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass skip=['linear']."
-            )
-        return hints
+        communicates = any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed)
+        hints = {
+            "check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.": (
+                self.has_only_a_tuple and not self.rows[0].passed
+            ),
+            "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
+            "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args).": communicates,
+            "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
+            "reference=FUNCTION: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
+            f"jnp.round(x) - x); or skip={differ + once}.": differ and not self.has_reference,
+            f"Is the layer meant to have no second derivative? Then pass skip={once}.": (
+                once and (self.has_reference or not differ)
+            ),
+            "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
+            "perhaps\nskip=['second order']. Does it compute in a narrower dtype by NumPy? Then pass "
+            "float64=False.": differ,
+            "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
+            "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2).": any(
+                " for other values (" in row.message for row in mismatched
+            ),
+            "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "
+            "skip=['linear'].": any(row.name == "linear" for row in mismatched),
+        }
+        return [hint for hint, applies in hints.items() if applies]
 
 
 def _row_of(name: str, cases: Cases) -> Row:
@@ -359,7 +353,7 @@ def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[i
     _warn(checker, fun, subject.root, stacklevel=4)
 
 
-def _warn(checker: str, fun: Any, subject: Subject | None, stacklevel: int) -> None:
-    if subject and subject.not_taken:
+def _warn(checker: str, fun: Any, subject: Subject, stacklevel: int) -> None:
+    if subject.not_taken:
         advice = "A wrong gradient there passes: pass arguments of which some entry takes each."
         warnings.warn(f"{checker} of {name_of(fun)}: {subject.not_taken}. {advice}", stacklevel=stacklevel)

@@ -25,12 +25,12 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pylayer_jax._jax.jaxprs import evaluate_equation, has_equation, inner_jaxprs, interpret, is_literal, stage
+from pylayer_jax._jax.jaxprs import evaluate_equation, has_equation, inner_jaxprs, interpret, line_of, stage
 from pylayer_jax._jax.linearity import why_not_linear
-from pylayer_jax._jax.traces import NEEDS_VALUES, is_tracer
+from pylayer_jax._jax.traces import NEEDS_VALUES, Literal, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError, plural
-from pylayer_jax._report import line_of, type_of
+from pylayer_jax._report import type_of
 
 from ._subject import (
     CHANGES,
@@ -249,7 +249,7 @@ def _evaluate(
         is_variable = any(x.is_variable for x in operands) and not _is_guard(equation, operands)
         decides = operands[0].is_variable if name in ("select_n", "cond") else is_variable  # the first operand selects
         if name in _BRANCHES and decides and (name not in ("abs", "sign") or operands[0].is_signed):
-            operation = " at ".join(filter(None, [name, line_of(equations)]))
+            operation = " at ".join(filter(None, [name, line_of([e.source_info for e in equations])]))
             masks = _BRANCHES[name](equation, *arrays)
             branches.extend((f"{operation} is never {branch}", jnp.any(mask)) for branch, mask in masks.items())
         inner = inner_jaxprs(equation.params)
@@ -276,8 +276,9 @@ def _is_guard(equation: Any, operands: Sequence[_Value]) -> bool:
     """Return whether finite values take no branch of the operation, as in `x == jnp.inf`, or only single points do."""
     name, atoms = equation.primitive.name, equation.invars
     is_tie = name in ("eq", "ne") and has_tangent(atoms[0].aval)
-    has_infinity = any(is_literal(a) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in atoms)
-    is_known = name in ("ge", "lt") and not operands[0].is_signed and is_literal(atoms[1]) and bool(atoms[1].val <= 0)
+    has_infinity = any(isinstance(a, Literal) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in atoms)
+    bound = atoms[-1]
+    is_known = name in ("ge", "lt") and not operands[0].is_signed and isinstance(bound, Literal) and bound.val <= 0
     return name == "is_finite" or is_tie or has_infinity or is_known
 
 
@@ -328,7 +329,8 @@ def _in_wider_dtype(subject: Subject) -> tuple[Subject | None, list[Case]]:
                 lambda x, real=dtype, other=complex_dtype: x.astype(other if jnp.iscomplexobj(x) else real),
                 (subject.function.values, cotangents),
             )
-            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base, weights)
+            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base)
+            wide.cotangents = weights  # in place of random ones
             if wide.epsilon <= epsilon:
                 return wide, list(_numerical_cases(wide))
     return None, []
@@ -397,8 +399,8 @@ def directional_cases(
     relative = default if subject.options.rtol is None else subject.options.rtol
 
     def case(name: str, got: Any, expected: Any, noise: Any) -> Case:
-        tolerance = dataclasses.replace(subject.tolerance, rtol=relative, noise={name: noise})
-        return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
+        given = subject.case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source)
+        return dataclasses.replace(given, rtol=relative, noise={name: noise})
 
     def case_along(label: str, j: int, entries: np.ndarray, direction: np.ndarray, noise: float) -> Case:
         slope = slope_along(j, direction / np.linalg.norm(direction))
@@ -409,7 +411,7 @@ def directional_cases(
 
     for j, (name, gradient) in enumerate(subject.named_gradients.items()):
         entries = exact(gradient)
-        noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.result_sizes.get(name, 0.0))
+        noise = max(subject.noise.get(name, 0.0), relative * subject.options.result_sizes.get(name, 0.0))
         # An entry that is not checked is NaN in both arrays of a case.
         got, expected = np.full_like(entries, np.nan), np.full_like(entries, np.nan)
         errors = np.full(entries.shape, noise)
@@ -569,8 +571,8 @@ def check_repeatable(subject: Subject) -> Cases:
     with contextlib.suppress(Exception):  # the layer may raise an error for these values
         function.with_values([scaled(0.75, x) for x in function.values]).gradients(w)
     yield case(" when the layer ran on other values before backward", pull)
-    for kind in CHANGES:
-        function.run_changed(kind)
+    for change in CHANGES:
+        function.run_changed(change)
         yield case(" when the layer ran on other statics or shapes before backward", pull)
     return "a second run, and other runs before backward, change nothing"
 

@@ -1,4 +1,4 @@
-"""Defines `Subject` (a function under test, with its results in eager mode) and `compare`, which checks other results.
+"""Defines `Subject` (a function under test, with its results in eager mode) and `mismatch_of`, which checks others.
 
     f = tensor_function("gradcheck", Linear, ({"w": w, "b": b}, x, "relu"))
     f.values                      # [b, w, x]: the differentiated tensors
@@ -100,15 +100,10 @@ class TensorFunction:
 
         return jax.vjp(run, self.values, has_aux=True)[2]
 
-    def run_changed(self, kind: type) -> None:
-        """Run with all arguments of one type changed."""
-
-        def changed(x: Any) -> Any:
-            applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
-            return CHANGES[kind](x) if applies else x
-
+    def run_changed(self, change: Callable[[Any], Any]) -> None:
+        """Run with each argument changed."""
         with contextlib.suppress(Exception):  # the function may raise an error for other arguments
-            self.function(*self.skeleton.fill(list(map(changed, self.tensors)), changed))
+            self.function(*self.skeleton.fill(list(map(change, self.tensors)), change))
 
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
         return lambda *values: {k: y for k, y in enumerate(self.outputs(values)) if k in positions}
@@ -139,13 +134,13 @@ class TensorFunction:
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
 
 
-# From a type of arguments to a function that returns another argument of this type. Scalar arrays stay unchanged.
-CHANGES: dict[type, Callable[[Any], Any]] = {
-    float: lambda x: 0.75 * x,
-    int: lambda x: x + 1,
-    bool: lambda x: not x,
-    jax.Array: lambda x: jnp.concatenate([x, x]),
-}
+# Functions that change arguments of one type. Scalar arrays stay unchanged.
+CHANGES: tuple[Callable[[Any], Any], ...] = (
+    lambda x: 0.75 * x if type(x) is float else x,
+    lambda x: x + 1 if type(x) is int else x,
+    lambda x: not x if type(x) is bool else x,
+    lambda x: jnp.concatenate([x, x]) if is_tensor(x) and x.ndim > 0 else x,
+)
 
 
 def tensor_function(
@@ -212,7 +207,7 @@ def scaled(factor: float, x: Any) -> Any:
 
 # The default tolerances depend on the machine epsilon, on the size of the expected array, and on its *noise*: how far
 # rounding errors may move its entries. The size alone does not bound these, because large terms may cancel in a sum,
-# and a fixed tolerance would hide every error of a layer whose values are small. Therefore `Subject.tolerance` measures
+# and a fixed tolerance would hide every error of a layer whose values are small. Therefore `Subject.noise` measures
 # how far each result moves if the last digits of the arguments change.
 
 Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
@@ -223,22 +218,6 @@ class MismatchError(AssertionError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """The largest allowed difference from expected arrays; None is a default that fits the dtype."""
-
-    rtol: float | None = None
-    atol: float | None = None
-    epsilon: float = 0.0  # machine epsilon of the narrowest dtype in the computation
-    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # for each array, one number or one per entry
-
-    def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
-        epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
-        rtol = epsilon**0.5 if self.rtol is None else self.rtol
-        atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
-        return atol + rtol * np.abs(expected) + self.noise.get(name, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
 class Case:
     """The arrays that a function returns, such as under `jax.jit`, and the expected arrays."""
 
@@ -246,18 +225,27 @@ class Case:
     got: Arrays
     expected: Arrays
     source: str  # the source of the expected arrays, in words that end a message: "in eager mode"
-    tolerance: Tolerance
+    rtol: float | None  # None: a default that fits the dtype
+    atol: float | None  # the same
+    epsilon: float  # machine epsilon of the narrowest dtype in the computation
+    noise: Arrays  # for each array, one number or one per entry
+
+    def tolerance(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
+        epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+        rtol = epsilon**0.5 if self.rtol is None else self.rtol
+        atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
+        return atol + rtol * np.abs(expected) + self.noise.get(name, 0.0)
 
 
 @np.errstate(all="ignore")
-def compare(case: Case) -> None:
-    """Raise a MismatchError about the first array that differs, at its entry with the largest excess error."""
+def mismatch_of(case: Case) -> MismatchError | None:
+    """Return an error about the first array that differs, at its entry with the largest excess error."""
     for name, got in case.got.items():
         expected, label = case.expected[name], f"{name}{case.label}"
         if got.shape != expected.shape or got.dtype != expected.dtype:
-            raise MismatchError(f"{label} is {type_of(got)}, but {type_of(expected)} {case.source}.")
+            return MismatchError(f"{label} is {type_of(got)}, but {type_of(expected)} {case.source}.")
         got_numbers, numbers = exact(got), exact(expected)
-        allowed = case.tolerance.of(name, np.dtype(int) if is_key(got) else got.dtype, numbers)
+        allowed = case.tolerance(name, np.dtype(int) if is_key(got) else got.dtype, numbers)
         error = np.where(got_numbers == numbers, 0.0, np.abs(got_numbers - numbers))
         excess = np.where(np.isnan(got_numbers) & np.isnan(numbers), -np.inf, error - allowed)
         wrong = ~(excess <= 0)
@@ -266,7 +254,7 @@ def compare(case: Case) -> None:
             tolerance = "which is not finite there, so that the layer may be right"
             if np.isfinite(allowed[index]):
                 tolerance = f"tolerance {allowed[index]:.1g}"
-            raise MismatchError(
+            return MismatchError(
                 f"{label}{f' at index {index}' if index else ''} is {got_numbers[index]:.6g}, but "
                 f"{numbers[index]:.6g} {case.source} ({tolerance}); wrong at {np.sum(wrong)} of "
                 f"{np.sum(~np.isnan(numbers) | wrong)} places."
@@ -274,16 +262,12 @@ def compare(case: Case) -> None:
         # Under `shard_map` with check_vma=False, devices may hold different copies of a replicated array.
         for shard in getattr(got, "addressable_shards", ()):
             if np.any(np.abs(exact(shard.data) - got_numbers[shard.index]) > 2 * allowed[shard.index]):
-                raise MismatchError(f"{label} is another one on {shard.device}, where a copy should be.")
+                return MismatchError(f"{label} is another one on {shard.device}, where a copy should be.")
+    return None
 
 
 def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
-    try:
-        for case in cases:
-            compare(case)
-    except MismatchError as error:
-        return error
-    return None
+    return next(filter(None, map(mismatch_of, cases)), None)
 
 
 def exact(x: Any) -> np.ndarray:
@@ -333,18 +317,11 @@ class Subject:
     """
 
     def __init__(
-        self,
-        function: TensorFunction,
-        reference: TensorFunction | None,
-        options: Options,
-        base: Subject | None = None,
-        cotangents: Cotangents | None = None,
+        self, function: TensorFunction, reference: TensorFunction | None, options: Options, base: Subject | None = None
     ) -> None:
         self.function, self.reference, self.options, self.base = function, reference, options, base
         self.not_taken: str | None = None  # of a root: the branches that no value takes; None before a check
         self.order: int = 1 if base is None else base.order + 1
-        if cotangents is not None:
-            self.cotangents = cotangents  # in place of random cotangents
 
     @functools.cached_property
     def derivative(self) -> Subject:
@@ -407,7 +384,7 @@ class Subject:
         return [whole / (largest(x) or 1.0) for x in self.function.values]
 
     @functools.cached_property
-    def tolerance(self) -> Tolerance:
+    def noise(self) -> dict[str, float]:
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.function.values]
         values = [placed(x, exact(x) * (1 + step)) for x, step in zip(self.function.values, steps, strict=True)]
@@ -424,10 +401,11 @@ class Subject:
                 most = self.epsilon**0.5 * max(largest(x), 1.0)
                 # At scaled values, an error may also be small relative to the results at the user's values.
                 noise[name] = max(min(measured, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
-        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
+        return noise
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
-        return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
+        expected, options = self.results if expected is None else expected, self.options
+        return Case(label, got, expected, source, options.rtol, options.atol, self.epsilon, self.noise)
 
     def random(self, stream: int) -> np.random.Generator:
         return np.random.default_rng((self.options.seed, stream))
@@ -441,7 +419,8 @@ def run_check(cases: Cases) -> tuple[str, int]:
     n_cases = 0
     try:
         while True:
-            compare(next(cases))
+            if error := mismatch_of(next(cases)):
+                raise error
             n_cases += 1
     except StopIteration as end:
         return end.value, n_cases
