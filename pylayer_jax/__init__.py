@@ -6,7 +6,7 @@ from typing import Any
 from ._compare_programs import compare_programs
 from ._context import PyLayerContext
 from ._function import Function, FunctionCtx
-from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
+from ._hooks.block import disable_saved_tensors_hooks, saved_tensors_hooks
 from ._layer import PyLayer, once_differentiable
 from ._report import saved_tensors_report
 

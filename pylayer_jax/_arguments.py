@@ -59,24 +59,24 @@ class Arguments:
     types: list[Any]  # of the tensors
     n_positional: int  # how many arguments the layer's methods get by position
     is_plain: bool  # True in nearly every call: each argument is one tensor, which methods get by position
-    ref_mask: list[bool]  # one bool per tensor: whether it is a Ref; empty if there is no Ref
+    ref_mask: list[bool]  # one bool per tensor: whether it is a Ref
 
     @staticmethod
     def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
         arguments, tensors = list[Argument](), list[Any]()
-        has_ref, is_plain = False, n_positional == len(values)
+        ref_mask, is_plain = list[bool](), n_positional == len(values)
         for name, value in values:
             n = len(tensors)
             if is_array(value):  # the usual case
                 arguments.append(Argument(name, LEAF, slice(n, n + 1)))
                 tensors.append(value)
+                ref_mask.append(False)
                 continue
             found, skeleton = split(value, is_tensor_or_ref)
             arguments.append(Argument(name, skeleton, slice(n, n + len(found))))
             tensors += as_arrays(found)
             is_plain = is_plain and skeleton is LEAF
-            has_ref = has_ref or any(map(is_ref, found))
-        ref_mask = [is_ref(x) for x in tensors] if has_ref else []
+            ref_mask += map(is_ref, found)
         return Arguments(layer, arguments, types_of(tensors), n_positional, is_plain, ref_mask), tensors
 
     def names(self) -> list[str]:
@@ -89,12 +89,11 @@ class Arguments:
         return [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
 
     def ref_names(self) -> list[str]:
-        return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=False) if is_one]
+        return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=True) if is_one]
 
     def slots(self) -> list[Argument]:
         """Return the arguments for which `backward` returns a gradient: those that hold a tensor other than a Ref."""
-        mask = self.ref_mask or [False] * len(self.types)
-        return [a for a in self.arguments if not all(mask[a.span])]
+        return [a for a in self.arguments if not all(self.ref_mask[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], tensors: Sequence[Any], *first: Any) -> Any:
         """Call `function` on `first`, then on the arguments; `method` is its name in error messages."""
@@ -129,13 +128,12 @@ class Arguments:
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
         """Return `mask` with False for tensors without a gradient: integers, bools, PRNG keys and Refs."""
-        found = [m and has_tangent(t) for m, t in zip(mask, self.types, strict=True)]
-        return [m and not r for m, r in zip(found, self.ref_mask, strict=True)] if self.ref_mask else found
+        return [m and not r and has_tangent(t) for m, r, t in zip(mask, self.ref_mask, self.types, strict=True)]
 
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
     declared = _declared(layer)
-    if not kwargs and len(args) in declared.plain_counts:
+    if not kwargs and len(args) in declared.counts_without_bind:
         return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
     try:
         bound = declared.signature.bind(None, *args, **kwargs)
@@ -177,7 +175,7 @@ class _Declared(NamedTuple):
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     rest: str  # the name of `*args`
-    plain_counts: range  # how many arguments a call may pass, all by position, that needs no `signature.bind`
+    counts_without_bind: range  # how many arguments a call may pass, all by position, without `signature.bind`
 
 
 def _declared(layer: Any) -> _Declared:
@@ -188,13 +186,13 @@ def _declared(layer: Any) -> _Declared:
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
-        plain_counts = range(0)
+        counts_without_bind = range(0)
     elif layer._has_setup_context():  # which gets the defaults too
-        plain_counts = range(len(parameters) - 1, len(plain) + 1)
+        counts_without_bind = range(len(parameters) - 1, len(plain) + 1)
     else:
-        plain_counts = range(sum(p.default is kinds.empty for p in plain), len(plain) + 1)
+        counts_without_bind = range(sum(p.default is kinds.empty for p in plain), len(plain) + 1)
     rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
-    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, plain_counts)
+    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, counts_without_bind)
     layer._signature_of_forward = declared
     return declared
 

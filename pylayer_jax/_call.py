@@ -126,11 +126,10 @@ class LayerCall:
         self, tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
     ) -> tuple[PyLayerContext, Any]:
         __tracebackhide__ = True
-        scope = self.scope("forward", is_staged)
         state = ContextState(self.name, lambda: self.arguments.needs(needs), tensors)
         ctx = self.layer._context_class(state)
         try:
-            with scope:
+            with self.scope("forward", is_staged):
                 if self.layer.host:
                     return ctx, _host_layer.run_forward(self, ctx, tensors)
                 return ctx, self.arguments.call("forward", self.layer._forward_with_ctx(), tensors, ctx)
@@ -169,7 +168,7 @@ class LayerCall:
             as_array(c, t) if has else None
             for c, t, has in zip(cotangents, outputs.types, outputs.has_tangent, strict=True)
         ]
-        if not [c for c in cotangents if c is not None]:
+        if all(c is None for c in cotangents):
             return [None] * len(arguments.types)
         ctx = self._backward_context(kept, kept.saved, residual, needs)
         if layer.host == "forward":

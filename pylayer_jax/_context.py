@@ -296,8 +296,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
             "Ref that it passed; for any other Ref, return its value: ref[...]."
         )
     arrays = as_arrays(tensors)
-    if state.must_return:
-        check_returned(state, tensors)
+    check_returned(state, tensors)
     marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
     # From the id of a NumPy output, and of its copy on `ctx`, to the JAX array that replaced the output.
     output_of = {id(x): y for x, y in [*zip(tensors, arrays, strict=True), *state.returned] if x is not y}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax.numpy as jnp
 
 from ._arguments import signature_of
-from ._context import PyLayerContext, own_copy
+from ._context import ContextState, PyLayerContext, own_copy
 from ._jax.types import as_arrays, is_array, is_tensor
 from ._layer import PyLayer
 from ._messages import describe
@@ -27,9 +27,7 @@ class FunctionCtx(PyLayerContext):
             RuntimeError: when called outside `forward` and `setup_context`.
             TypeError: for a value that is neither a tensor nor None.
         """
-        state = self._state_in_forward("save_for_backward")
-        self._check_tensors("save_for_backward", tensors)
-        state.saved = None
+        self._checked_state("save_for_backward", tensors).saved = None
         super().save_for_backward(*tensors)
 
     def save_for_forward(self, *tensors: Any) -> None:
@@ -41,8 +39,7 @@ class FunctionCtx(PyLayerContext):
             RuntimeError: when called outside `forward` and `setup_context`.
             TypeError: for a value that is neither a tensor nor None.
         """
-        state = self._state_in_forward("save_for_forward")
-        self._check_tensors("save_for_forward", tensors)
+        state = self._checked_state("save_for_forward", tensors)
         state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
@@ -59,13 +56,15 @@ class FunctionCtx(PyLayerContext):
         state = self._state_in_forward("mark_dirty")
         state.must_return.extend((x, "mark_dirty", advice) for x in tensors)
 
-    def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
+    def _checked_state(self, call: str, values: tuple[Any, ...]) -> ContextState:
+        state = self._state_in_forward(call)
         for i, value in enumerate(values):
             if value is not None and not is_tensor(value):
                 raise TypeError(
-                    f"ctx.{call} in {self._state.layer}: expected tensors or None, but argument {i} is "
+                    f"ctx.{call} in {state.layer}: expected tensors or None, but argument {i} is "
                     f"{describe(value)}. Keep it as an attribute: ctx.name = value."
                 )
+        return state
 
 
 class Function(PyLayer):

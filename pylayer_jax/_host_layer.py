@@ -35,7 +35,7 @@ from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
 from ._jax.rule_function import scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
 from ._jax.transparency import forbid_derivative
-from ._jax.types import as_arrays, has_tangent, is_key, is_set, is_tensor, typeof, varying_axes, varying_over
+from ._jax.types import as_arrays, has_tangent, is_key, is_tensor, typeof, varying_axes, varying_over
 from ._messages import describe, once_differentiable_error
 from ._trees import Skeleton, contains, split
 
@@ -195,7 +195,7 @@ def _example_of(place: _Place) -> _Run:
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
     statics = [(type(x), x) for a in arguments.arguments for x in itertools.chain([a.name], *a.skeleton.parts())]
-    key = is_set("enable_x64"), *types, *statics
+    key = jax.enable_x64.value, *types, *statics
     known = _examples.setdefault(place.call.layer, {})
     with contextlib.suppress(Exception):  # an object may refuse to be hashed or compared
         if key in known:
@@ -316,8 +316,9 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         values = as_arrays(example.arrays)
     state.marked += select(values, example.marked)
     state.materialize = example.materialize
-    saved, attributes = tensors, {"place": place, "number": number}
-    if not is_held:
+    if is_held:
+        saved, attributes = tensors, {"place": place, "number": number}
+    else:
         saved, attributes = example.context.fill([*tensors, *values].__getitem__)
         attributes = {**attributes, _NUMBER: number}
     if saved is not None:
@@ -341,8 +342,8 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
     tensors, run = [*inputs, *given], functools.partial(ctx.place.gradients, needed, skeleton)
-    is_key = not isinstance(ctx.number, tuple)  # also a concrete one, of a vjp function that traced code returned
-    number = jax.random.key_data(ctx.number) if is_key else np.asarray(ctx.number, np.uint32)
+    has_key = not isinstance(ctx.number, tuple)  # also a concrete one, of a vjp function that traced code returned
+    number = jax.random.key_data(ctx.number) if has_key else np.asarray(ctx.number, np.uint32)
     if any(map(is_tracer, [number, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run

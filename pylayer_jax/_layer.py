@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, Literal, Pa
 
 import jax
 
-from . import _hooks
 from ._arguments import bind, call_of_apply
 from ._call import LayerCall, in_transposable_backward
 from ._context import PyLayerContext, backward_context
+from ._hooks.operations import mark_as_computed, saver_of
+from ._hooks.saving import past_blocks
 from ._jax.rule_function import apply, select
 from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
 from ._jax.transparency import forbid_derivative
@@ -36,8 +37,8 @@ def check_declarations(layer: Any) -> None:
     name = layer.__qualname__
     for member, value in vars(layer).items():
         # The similarity of `hosts`, which a user may mean, with `host` is 0.89: it is misspelled if it has its values.
-        is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
-        near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
+        has_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
+        near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if has_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
         if near and not is_method and near[0] not in vars(layer):
             raise TypeError(
@@ -167,12 +168,8 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any) -> Any:
         bound = owner.__dict__.get(self._name)
         # A class that is made from the attributes of another, as in unpickling, has the bound method of that one.
-        if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
-            bound = types.MethodType(self._function_of(owner), owner)
-            setattr(owner, self._name, bound)
-        return bound
-
-    def _function_of(self, owner: Any) -> Callable[..., Any]:
+        if bound is not None and bound.__self__ is owner and bound.__func__.__code__ is self._code:
+            return bound
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
@@ -181,7 +178,9 @@ class Apply(classmethod):
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)
         function.__doc__ = (forward.__doc__ if is_own else None) or shared.__doc__
-        return function
+        bound = types.MethodType(function, owner)
+        setattr(owner, self._name, bound)
+        return bound
 
 
 class PyLayer:
@@ -310,16 +309,16 @@ class PyLayer:
         state = TraceState()
         if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
             return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-        call.saver = _hooks.saver_of(cls.__name__, tensors, is_exact=cls.host is True)
+        call.saver = saver_of(cls.__name__, tensors, is_exact=cls.host is True)
         traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
         # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
-        with contextlib.nullcontext() if call.saver is None else _hooks.past_blocks():
+        with contextlib.nullcontext() if call.saver is None else past_blocks():
             try:
                 values = _bind(traced_call, tensors, state)
             except jax.errors.UnexpectedTracerError as error:
                 raise call.closed_over_error() from error
         if call.saver is not None:
-            _hooks.mark_as_computed(values)
+            mark_as_computed(values)
         assert call.outputs is not None
         # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
         values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
@@ -330,7 +329,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
     """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`."""
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
-    takes_refs = bool(call.arguments.ref_mask)
+    takes_refs = any(call.arguments.ref_mask)
     has_forward_mode = layer.forward_mode or hasattr(layer, "jvp") or in_transposable_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.

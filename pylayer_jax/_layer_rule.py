@@ -25,6 +25,7 @@ not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls tha
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import types
 import weakref
@@ -34,23 +35,16 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from . import _hooks
 from ._arguments import warn_of_integer_outputs
 from ._call import LayerCall
 from ._context import ForwardResult, Outputs, SavedContext
-from ._jax.jaxprs import (
-    dependence,
-    equations_to,
-    evaluate_jaxpr,
-    evaluate_part,
-    is_literal,
-    stage,
-    with_checkpoint_names,
-)
+from ._hooks.origins import LayerFunction
+from ._hooks.saving import UnpackedTensors, held, keeps_residuals
+from ._jax.jaxprs import dependence, equations_to, evaluate_jaxpr, evaluate_part, stage, with_checkpoint_names
 from ._jax.linearity import transpose_jaxpr
 from ._jax.rule_function import (
+    BatchedFunction,
     LinearMap,
-    OutDims,
     RuleFunction,
     Values,
     apply,
@@ -64,6 +58,7 @@ from ._jax.rule_function import (
 from ._jax.traces import (
     NEEDS_VALUES,
     DebugInfo,
+    Literal,
     SymbolicZero,
     checkpoint_name,
     is_batched,
@@ -79,7 +74,6 @@ from ._jax.types import (
     explicit_sharding,
     has_tangent,
     is_ref,
-    is_set,
     tangent_type,
     typeof,
     types_of,
@@ -113,7 +107,7 @@ class LayerMap(LinearMap):
         self.needs = list(needs)  # one bool per input: whether the input has a tangent
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
-        self.has_x64 = is_set("enable_x64")  # perhaps around `forward` alone
+        self.has_x64 = jax.enable_x64.value  # perhaps around `forward` alone
 
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
@@ -170,7 +164,8 @@ class LayerMap(LinearMap):
         if self.packed is None:
             return residuals.__getitem__
         n_arrays, n_saved = self.packed.n_arrays, self.kept.n_saved
-        unpacked = self.packed.unpack(residuals[:n_arrays], cotangents)  # XLA waits for the cotangents
+        # XLA waits for the cotangents.
+        unpacked = UnpackedTensors(self.packed.residuals, residuals[:n_arrays], cotangents)
         return lambda i: unpacked[i] if i < n_saved else residuals[n_arrays + i - n_saved]
 
 
@@ -206,7 +201,7 @@ class CodeMap(LinearMap):
             return list(jax.vjp(function, *primals)[1](select(cotangents, used)))
 
 
-class StagedLayer(_hooks.LayerFunction):
+class StagedLayer(LayerFunction):
     """A function that evaluates the jaxpr of `forward`, with the derivative that the layer class defines.
 
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
@@ -218,12 +213,13 @@ class StagedLayer(_hooks.LayerFunction):
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self._unnamed = unnamed  # without `checkpoint_name` for `saved_names`
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
-        self.name = call.name
-        self.without_packing: StagedLayer | None = None  # the original of a copy that `packing` made
+        self.name, self.layer_name = call.name, call.layer.__name__
+        self.original: StagedLayer | None = None  # of a copy that `packing` made
         self.n_outputs = len(kept.outputs.types)
         # An output that is also an input is no source of its own: for the intermediates, it has the input's tangent.
         results = jaxpr.outvars
-        last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
+        # The last position counts.
+        last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not isinstance(v, Literal)}
         inputs = set(jaxpr.invars)
         self.source_outputs = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.sources = [*jaxpr.invars, *[results[i] for i in self.source_outputs]]
@@ -243,10 +239,6 @@ class StagedLayer(_hooks.LayerFunction):
         known = [*inputs, *values]
         return [known[i] for i in self.positions]
 
-    @property
-    def layer_name(self) -> str:
-        return self.call.layer.__name__
-
     def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
         residuals = self.residuals(operands[self.n_consts :], results)
         return list(zip(residuals, self.call.residual_names(self.kept), strict=True))
@@ -261,13 +253,13 @@ class StagedLayer(_hooks.LayerFunction):
         if self.call.saver is None:
             return self
         copied = copy.copy(self)
-        copied.without_packing = self
+        copied.original = self
         return copied
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Pack only in a copy that `packing` made, and not in eager forward mode, which keeps no residuals."""
-        packs = self.without_packing is not None and _hooks.keeps_residuals(tangents)
-        return (self.without_packing or self).differentiate(primals, tangents, packs)
+        packs = self.original is not None and keeps_residuals(tangents)
+        return (self.original or self).differentiate(primals, tangents, packs)
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Return the results and their tangents. If `packs`, the hooks around the call pack saved tensors."""
@@ -353,7 +345,7 @@ def stage_layer(
         names = call.checkpoint_names(kept)
         saved = [(variables[i], name) for i, name in zip(positions, names, strict=False) if name]
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
-        if name_of := {v: name for v, name in saved if not is_literal(v) and v in computed}:
+        if name_of := {v: name for v, name in saved if not isinstance(v, Literal) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
             kept.has_names = True
     return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
@@ -417,7 +409,7 @@ class EagerLayer(RuleFunction):
         return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        packs = _hooks.keeps_residuals(tangents)  # this depends on JAX's trace, which the next line leaves
+        packs = keeps_residuals(tangents)  # this depends on JAX's trace, which the next line leaves
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
             is_concrete = not any(map(is_tracer, primals))
@@ -425,15 +417,15 @@ class EagerLayer(RuleFunction):
         if run is None:
             staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
             n = staged.n_outputs
-            values, found = staged.differentiate([*consts, *primals], [*(None for _ in consts), *tangents], packs)
+            values, found = staged.differentiate([*consts, *primals], [*[None] * len(consts), *tangents], packs)
             return values[:n], found[:n]
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
         staged, consts = stage_layer(self.call, self.call.arguments.types)
-        all_dims, all_types = [*(None for _ in consts), *dims], [*map(typeof, consts), *types]
-        batched, more, out_dims = staged.packing().batch(axis, all_dims, all_types)
-        return batched, [*more, *consts], out_dims
+        all_dims, all_types = [*[None] * len(consts), *dims], [*map(typeof, consts), *types]
+        batched, more = staged.packing().batch(axis, all_dims, all_types)
+        return batched, [*more, *consts]
 
 
 def _outputs_and_tangents(
@@ -457,7 +449,7 @@ def linearize(
     if packs and call.saver is not None and n:
         names = call.residual_names(kept)
         packed, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
-        residuals = [*arrays, *_hooks.held(residuals[n:])]
+        residuals = [*arrays, *held(residuals[n:])]
         owners = owners if packed is None else packed.owners
     if call.layer.saved_names:
         names, named = call.checkpoint_names(kept), dict[int, Any]()
@@ -474,15 +466,16 @@ def linearize(
 # -- the custom_vjp function of each class ------------------------------------------------------------
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
 class TracedCall:
     """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves."""
 
-    def __init__(self, call: LayerCall, is_deferred: bool) -> None:
-        self.call = call
-        # True if JAX stages the call to a jaxpr, so that it may run the fwd rule later, and more than once.
-        self.is_deferred = is_deferred
-        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
-        self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
+    call: LayerCall
+    is_deferred: bool  # whether JAX stages the call, so that it may run the fwd rule later, and more than once
+    # By input types, if `forward` has no closed-over values.
+    staged: dict[tuple[Any, ...], StagedLayer] = dataclasses.field(default_factory=dict)
+    maps: list[LayerMap] = dataclasses.field(default_factory=list)  # one linear map for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Return the staged `forward` and its consts. In a fwd rule, a derivative of `tensors` is a second one."""
@@ -495,12 +488,9 @@ class TracedCall:
         return staged, consts
 
 
-jax.tree_util.register_static(TracedCall)
-
-
 def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
     call, needs = traced_call.call, [False] * len(tensors)
-    if call.arguments.ref_mask:
+    if any(call.arguments.ref_mask):
         return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
         return tuple(call.run_on_values(as_arrays(tensors), needs).outputs)

@@ -16,9 +16,11 @@ from typing import Any
 
 import jax
 
-from ._hooks import Origin, Program, Source, hooks_ignored, is_reported, stage_named
-from ._jax.jaxprs import jaxpr_and_consts
-from ._jax.jaxprs import line_of as source_line
+from ._hooks.active import OFF, active, is_reported
+from ._hooks.origins import Program, Source
+from ._hooks.pack import Origin
+from ._hooks.planned import stage_named
+from ._jax.jaxprs import jaxpr_and_consts, line_of
 from ._jax.rule_function import merge, select
 from ._jax.traces import current, eval_jaxpr
 from ._jax.types import as_arrays, has_tangent, is_ref, is_tensor, typeof
@@ -209,7 +211,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     # The path of `args[1]['w']` in the tuple (args, kwargs) is `[0][1]['w']`.
     names = [("args" if path.startswith("[0]") else "kwargs") + path[3:] for path in skeleton.tensor_paths()]
     entry = current()
-    with hooks_ignored():
+    with active(OFF):
         unpacked = SavedTensorsReport(_rows(run, tensors, names, entry), 0).total_bytes
     with is_reported(True):  # each tensor that a plan keeps gets a `ReportMark`, a further residual of size 0
         rows = _rows(run, tensors, names, entry)
@@ -288,13 +290,9 @@ def _row(
         bytes=n * max(sizes),
         packed_bytes=sum(map(_size, arrays)),
         host_bytes=host_bytes,
-        source=line_of(equations) or source_line([o.block for o in told]),
+        # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
+        source=line_of([e.source_info for e in equations]) or line_of([o.block for o in told]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
         is_recomputed=not arrays,
         inside=origin.inside,
     )
-
-
-def line_of(equations: Sequence[Any]) -> str:
-    # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
-    return source_line([equation.source_info for equation in equations])

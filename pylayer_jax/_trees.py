@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ def contains(values: Sequence[Any], wanted: object) -> bool:
     return any(value is wanted for value in values)
 
 
+@dataclasses.dataclass(eq=False)
 class Skeleton:
     """A pytree without its tensors. If the whole pytree is one tensor, its skeleton is the object `LEAF`.
 
@@ -36,13 +38,12 @@ class Skeleton:
     and refuses keys that cannot be sorted.
     """
 
-    def __init__(self, node: Any, leaves: list[Any], leaf_paths: Sequence[Any], size: int) -> None:
-        self.node = node  # a treedef or a `_DictNode`
-        self.leaves = leaves  # skeletons of tensors and dicts, and statics
-        # The path to each leaf, from the tree itself. `treedef.unflatten` of placeholders would call user code, which
-        # may accept arrays only. tests: contract/test_strict_pytrees.py
-        self.leaf_paths = leaf_paths
-        self.size = size  # the number of tensors
+    node: Any  # a treedef or a `_DictNode`
+    leaves: list[Any]  # skeletons of tensors and dicts, and statics
+    # The path to each leaf, from the tree itself. `treedef.unflatten` of placeholders would call user code, which may
+    # accept arrays only. tests: contract/test_strict_pytrees.py
+    leaf_paths: Sequence[Any]
+    size: int  # the number of tensors
 
     @property
     def is_container(self) -> bool:

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pack import Step, key_of
+from ._hooks.pack import Step, key_of, restored
 from ._hooks.primitives import EXACT, ROWS, Error, Rounding
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, has_tangent, shard_counts, unchecked
@@ -73,35 +73,23 @@ class _ReadyPair(saved_tensors_hooks):
         self,
         owner: type[Any],
         settings: tuple[Any, ...],  # two pairs with equal settings are equal
-        step: Step | None,
+        step: Step,
         recompute: bool,
         arguments: bool,
         only: Only | None,
-        limit: float | None = None,
     ) -> None:
-        condition = predicate(type(self).__name__, only)
-        self._set_up(
-            owner,
-            (*settings, bool(recompute), bool(arguments), key_of(only)),
-            [] if step is None else [step._replace(pack=unchecked(step.pack), only=condition)],
-            recomputes=bool(recompute),
-            packs_arguments=bool(arguments),
-            only=condition if step is None else None,
-            limit=limit,
-        )
+        key = *settings, bool(recompute), bool(arguments), key_of(only)
+        hooks = unchecked(step.pack), unchecked(step.unpack)
+        step = step._replace(pack=hooks[0], unpack=hooks[1], only=predicate(type(self).__name__, only))
+        self._set_up(owner, key, [step], recomputes=bool(recompute), packs_arguments=bool(arguments))
 
 
-def _moved(x: Any) -> float:
+def _size_on_host(x: Any) -> float:
     return 0.99 * _n_bytes(x)  # of two tensors of one size, keep that on the host
 
 
 def _n_bytes(x: Any) -> float:
     return math.prod(x.shape) * (1 / 8 if x.dtype == np.bool_ else x.dtype.itemsize)
-
-
-@unchecked
-def _restored(packed: Any) -> Any:
-    return packed() if isinstance(packed, Partial) else packed
 
 
 class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -119,7 +107,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     With a `limit`, backward also repeats costly operations until what the function keeps fits, those first that save
     most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks that
     follow from keys and integers. Decisions by floats, loops, collectives, kernels, effects and custom rules are never
-    repeated. Such a pair decorates a function; it is no block.
+    repeated. What is computed again takes memory too, so a limit that is too small raises the peak:
+    `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair decorates a function; it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
@@ -142,7 +131,15 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     def __init__(self, *, arguments: bool = False, only: Only | None = None, limit: float | str | None = None) -> None:
         n_bytes = None if limit is None else bytes_of(limit, "recompute_saved")
-        super().__init__(recompute_saved, (n_bytes,), None, True, arguments, only, n_bytes)
+        self._set_up(
+            recompute_saved,
+            (n_bytes, bool(arguments), key_of(only)),
+            (),
+            recomputes=True,
+            packs_arguments=bool(arguments),
+            only=predicate(type(self).__name__, only),
+            limit=n_bytes,
+        )
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -177,7 +174,13 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
             return np.asarray(x)
 
         step = Step(
-            move, _restored, differentiable=True, floats_only=True, is_last=True, rounding=lambda _: EXACT, size=_moved
+            move,
+            restored,
+            differentiable=True,
+            floats_only=True,
+            is_last=True,
+            rounding=lambda _: EXACT,
+            size=_size_on_host,
         )
         super().__init__(save_on_cpu, (bool(pin_memory),), step, recompute, arguments, only)
 
@@ -242,7 +245,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         error = Rounding(Error.RELATIVE if has_range else Error.OVERFLOWING, float(info.eps) / 2)
         step = Step(
             pack,
-            _restored,
+            restored,
             differentiable=True,
             rounding=lambda x: error if is_narrowed(x) else EXACT,
             size=lambda x: math.prod(x.shape) * narrow.itemsize if is_narrowed(x) else _n_bytes(x),
@@ -305,7 +308,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             """Return 0 for what stays as it is: `jax.export` makes symbolic lengths."""
             if not (_is_float(x) and x.ndim and isinstance(x.shape[-1], int) and x.shape[-1]):
                 return 0
-            length = _block_length(x.shape[-1] // n_shards, block_size)
+            length = _divisor_near(x.shape[-1] // n_shards, block_size)
             return length if n_bytes_of_block(length, x.dtype) < length * x.dtype.itemsize else 0
 
         def pack(x: Any) -> Any:
@@ -325,7 +328,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return math.prod(x.shape) * n_bytes_of_block(length, x.dtype) / length if length else _n_bytes(x)
 
         settings = bits, block_size, rounds_stochastically
-        step = Step(pack, _restored, rounding=lambda x: error if block_length(x) else EXACT, size=size)
+        step = Step(pack, restored, rounding=lambda x: error if block_length(x) else EXACT, size=size)
         super().__init__(quantize_saved, settings, step, recompute, arguments, only)
 
 
@@ -353,7 +356,7 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
 
 
 @functools.cache
-def _block_length(in_shard: int, largest: int) -> int:
+def _divisor_near(in_shard: int, largest: int) -> int:
     """Return the greatest divisor up to `largest`, or a larger one if it is far smaller: 1000 -> 125, 262 -> 131."""
     small = [n for n in range(1, math.isqrt(in_shard) + 1) if in_shard % n == 0]
     divisors = [*small, *(in_shard // n for n in small)]
@@ -540,9 +543,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         arguments: bool = False,
         only: Only | None = None,
     ) -> None:
-        path = os.path.abspath(os.fspath(directory))
+        path = os.path.abspath(directory)
         save = functools.partial(_File, _Folder(path))
-        step = Step(save, _File.restored, host=True, floats_only=True, rounding=lambda _: EXACT, size=_moved)
+        step = Step(save, _File.restored, host=True, floats_only=True, rounding=lambda _: EXACT, size=_size_on_host)
         super().__init__(save_on_disk, (path,), step, recompute, arguments, only)
 
 
@@ -571,19 +574,17 @@ class _File:
             raise _unwritable_error(error, folder.path, f"{x.nbytes} bytes") from error
 
     def restored(self) -> np.ndarray:
-        number, what = errno.EIO, "holds other bytes than those that were written"
         try:
             content = np.fromfile(self._path, dtype=np.uint8)
-            if zlib.crc32(content.data) == self._checksum:
-                return content.view(self._dtype).reshape(self._shape)
+            if zlib.crc32(content.data) != self._checksum:
+                raise OSError(errno.EIO, "it holds other bytes than those that were written")
         except OSError as error:
-            number, what = error.errno, f"cannot be read ({error.strerror})"
-        raise OSError(
-            number,
-            f"save_on_disk: the file of a tensor of dtype {self._dtype} and shape {self._shape} {what}. Something else "
-            "changed it; give save_on_disk a directory of its own",
-            self._path,
-        )
+            text = (
+                f"save_on_disk: the file of a tensor of dtype {self._dtype} and shape {self._shape} cannot be used "
+                f"({error.strerror}). Something else changed it; give save_on_disk a directory of its own"
+            )
+            raise OSError(error.errno, text, self._path) from error
+        return content.view(self._dtype).reshape(self._shape)
 
 
 def _in_process(process: int, remove: Any, *args: Any) -> None:

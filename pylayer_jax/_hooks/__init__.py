@@ -23,18 +23,3 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    once (`saving`). A layer unpacks each tensor when its `backward` reads it.
 7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds.
 """
-
-from .active import hooks_ignored as hooks_ignored
-from .active import is_reported as is_reported
-from .block import disable_saved_tensors_hooks as disable_saved_tensors_hooks
-from .block import saved_tensors_hooks as saved_tensors_hooks
-from .operations import mark_as_computed as mark_as_computed
-from .operations import saver_of as saver_of
-from .origins import LayerFunction as LayerFunction
-from .origins import Program as Program
-from .origins import Source as Source
-from .pack import Origin as Origin
-from .planned import stage_named as stage_named
-from .saving import held as held
-from .saving import keeps_residuals as keeps_residuals
-from .saving import past_blocks as past_blocks

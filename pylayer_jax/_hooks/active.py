@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 from typing import Any, Final
@@ -30,13 +29,13 @@ _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("
 
 
 class Block(set[Any]):
-    """One entry into a `with` block of hooks. As a set, it has the keys of JAX's caches that it matches.
+    """One entry into a `with` block of hooks. As a set, it has what it shares with equal blocks.
 
     NOTE [blocks as keys]
     The current block is a part of the keys of JAX's caches, which may keep it forever. So a block drops its pair when
     the program leaves it, and keeps only the key of the pair.
 
-    JAX reuses a jaxpr if the current block equals the one in the key, as both are now:
+    JAX reuses a jaxpr if the current block equals the one in the key:
 
     - A jaxpr whose code did not ask for hooks (`active_pair`) does not depend on them. The block in its key is still
       shared, and equals each shared block of this thread: a new pair compiles nothing again.
@@ -55,7 +54,7 @@ class Block(set[Any]):
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
         self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
         key = value if isinstance(value, str) else value.key
-        self.add((hash(key),))  # a number, whose comparison is C too
+        self.add(("pair", hash(key)))  # their comparison is C too
         self.key_of_thread = threading.get_ident()
         if not isinstance(value, str) and not is_staging():
             self.add(self.key_of_thread)  # shared
@@ -139,7 +138,3 @@ def active_pair() -> Pair | None:
     if block.key_of_thread in block and is_staging():
         block.discard(block.key_of_thread)
     return block.value
-
-
-def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
-    return active(OFF)

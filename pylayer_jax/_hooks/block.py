@@ -39,8 +39,8 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
         inspect.signature(function, follow_wrapped=not inspect.isfunction(function)).bind(*[None] * n_arguments)
     except TypeError:
         return False
-    except ValueError:  # a function in C may have no signature
-        return True
+    except ValueError:
+        pass  # a function in C may have no signature
     return True
 
 
@@ -48,7 +48,8 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
     if not callable(hook):
         raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
     if not any(_takes(hook, count) for count in counts):
-        raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
+        expected = " or ".join(map(str, counts)) + " argument" + "s" * (counts != (1,))
+        raise TypeError(f"{owner}: {name} takes {expected}, but {hook!r} does not.")
 
 
 class Predicate:
@@ -243,21 +244,21 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 "Put `with` around the differentiated code inside of it."
             )
 
-        is_watched = True
+        is_first_call = True
 
         @functools.wraps(function)
         def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
-            nonlocal is_watched
+            nonlocal is_first_call
             if active.value is OFF:
                 return function(*args, **kwargs)
-            is_first, is_watched = is_watched, False  # JAX answers further calls of a compiled step from a cache
+            is_first, is_first_call = is_first_call, False  # JAX answers further calls of a compiled step from a cache
             if not nothing_is_traced():
                 return self._planned(function, args, kwargs)
+            self._check_enabled()
             has_block = not self._pair.needs_plan
             watch = BackwardWatch()
             with self if has_block else contextlib.nullcontext():
-                self._check_enabled()
                 with set_current_trace(watch) if is_first else contextlib.nullcontext():
                     result = function(*args, **kwargs)
                 block = entered_block(self._pair) if has_block else None

@@ -32,7 +32,7 @@ import numpy as np
 
 from pylayer_jax._jax.host_call import HostFunction, host_call_p
 from pylayer_jax._jax.traces import ShapedArray, io_callback
-from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 from pylayer_jax._messages import hint
 from pylayer_jax._trees import WeakTable
 
@@ -139,50 +139,42 @@ def call_on_host(
     device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
     types = [ShapedArray(t.shape, t.dtype) for t in results]
     shorter = None if without_last is None else named(without_last)
-    function = HostFunction(name, named(run), types, has_x64=is_set("enable_x64"), without_last=shorter, **options)
+    function = HostFunction(name, named(run), types, has_x64=jax.enable_x64.value, without_last=shorter, **options)
     return host_call_p.bind(device, *operands, payload=function), device
 
 
-class PackSite:
-    """The calls of a pack hook and its unpack hook on the host, at one place in a compiled program."""
+def pack_on_host(
+    store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
+) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
+    """Pack a tensor of a compiled program on the host. Return a token, and a function that unpacks the tensor of it."""
+    expected, packed = typeof(tensor), HeldObjects(store)
 
-    def __init__(
-        self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
-    ) -> None:
-        self._pack, self._unpack, self._where = pack, unpack, where
-        self._type = typeof(tensor)
-        self._packed = HeldObjects(store)
-
-    def token(self, tensor: Any) -> jax.Array:
-        return self._call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor)
-
-    def restored(self, token: Any) -> jax.Array:
-        return self._call("unpack_hook", self._get, self._type, token)
-
-    def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
-        name = f"{hook} for {self._where}"
+    def call(hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
+        name = f"{hook} for {where}"
         (value,), device = call_on_host(
-            self._packed.store, name, run, [result], [operand], effects=_effects(name), no_derivative=_NO_DERIVATIVE
+            store, name, run, [result], [operand], effects=_effects(name), no_derivative=_NO_DERIVATIVE
         )
         return with_varying_axes(value, typeof(device))
 
-    def _put(self, device: Any, tensor: Any) -> list[Any]:
-        packed = self._pack(np.require(tensor, requirements="W"))  # a copy, if JAX holds the memory
+    def put(device: Any, array: Any) -> list[Any]:
         token = new_number()
-        self._packed.put(token, packed, int(device))
+        packed.put(token, pack(np.require(array, requirements="W")), int(device))  # a copy, if JAX holds the memory
         return [np.uint32(token)]
 
-    def _get(self, device: Any, token: Any) -> list[Any]:
+    def get(device: Any, token: Any) -> list[Any]:
         if not token:
-            return [np.zeros(self._type.shape, self._type.dtype)]
+            return [np.zeros(expected.shape, expected.dtype)]
         try:
-            packed = self._packed.get(int(token), int(device))
+            found = packed.get(int(token), int(device))
         except KeyError:
             raise RuntimeError(
                 "the result of pack_hook is no longer held: the forward of this program ran again after it was used, "
                 "or the hooks were closed. Run backward before the next forward of the same jitted function."
             ) from None
-        return [np.asarray(self._unpack(packed))]
+        return [np.asarray(unpack(found))]
+
+    token = call("pack_hook", put, jax.ShapeDtypeStruct((), np.uint32), tensor)
+    return token, lambda token: call("unpack_hook", get, expected, token)
 
 
 _NO_DERIVATIVE: Final = (

@@ -9,8 +9,11 @@ of it in its place. The plan knows which operands the block computed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from pylayer_jax._jax.jaxprs import all_equations, inner_jaxprs, with_current_line
 from pylayer_jax._jax.rule_function import Values, apply, payload_of, rule_function_p
@@ -32,7 +35,7 @@ from pylayer_jax._jax.traces import (
     without_pass_through,
 )
 from pylayer_jax._jax.transparency import Identity
-from pylayer_jax._jax.types import has_tangent, is_nan_reported, is_set, typeof
+from pylayer_jax._jax.types import has_tangent, is_nan_reported, typeof
 from pylayer_jax._trees import WeakTable, hashable
 
 from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
@@ -58,11 +61,12 @@ class Operation(NamedTuple):
         return any(map(is_number, numbers)) or _is("keeps_nothing", self.kind, self.params)
 
 
-def _is(fact: str, name: str, params: dict[str, Any], results: Sequence[Any] = ()) -> bool:
-    """Return whether a fact is true of an operation; of a jitted function, for all whose results have tangents."""
-    if name in JITTED:
-        return all(_is(fact, e.primitive.name, e.params, e.outvars) for j in inner_jaxprs(params) for e in j.eqns)
-    return getattr(ROWS[name], fact) or (bool(results) and not any(has_tangent(v.aval) for v in results))
+def _is(fact: str, name: str, params: dict[str, Any]) -> bool:
+    """Return whether a fact is true of an operation; of a jitted function, whether of all that compute tangents."""
+    if name not in JITTED:
+        return getattr(ROWS[name], fact)
+    inner = [e for jaxpr in inner_jaxprs(params) for e in jaxpr.eqns if any(has_tangent(v.aval) for v in e.outvars)]
+    return all(_is(fact, e.primitive.name, e.params) for e in inner)
 
 
 def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
@@ -76,7 +80,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
     return (is_differentiated or is_later) and are_arrays and operation.kind != "while"  # which has no reverse mode
 
 
-def _runs_once(args: Sequence[Any], trace: Any) -> bool:
+def _is_differentiated_now(args: Sequence[Any], trace: Any) -> bool:
     """Return whether JAX differentiates an operation as it runs. It can stage one with a custom rule only once."""
     examples = list(map(whole_batch, args))
     while isinstance(trace, (BATCHED.trace, FORWARD.trace, REVERSE.trace)):
@@ -110,12 +114,8 @@ class BlockTrace(PassThroughTrace):
         super().__init__(without_pass_through(trace))
         self.outer = trace if isinstance(trace, BlockTrace) else None
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
-        self.block = Block(pair, self)
+        self.block = Block(pair, self)  # has the pair: JAX keeps traces in its caches, and must not keep the hooks
         self.places = WeakTable()  # value -> its `Place`
-
-    @property
-    def pair(self) -> Pair:
-        return self.block.value  # JAX's caches keep traces, and must not keep the hooks with them
 
     # -- methods that JAX calls ----------------------------------------------------------------------
 
@@ -136,12 +136,6 @@ class BlockTrace(PassThroughTrace):
         values = self._process(Operation(bind, kind, name, params, primitive), tracers)
         return values if primitive.multiple_results else values[0]
 
-    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        return self._process_call("process_custom_jvp_call", *args, **params)
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        return self._process_call("process_custom_vjp_call", *args, **params)
-
     def _process_call(self, method: str, primitive: Any, *args: Any, **params: Any) -> Any:
         *functions, tracers = args
 
@@ -152,6 +146,9 @@ class BlockTrace(PassThroughTrace):
         # Where JAX evaluates a jaxpr, `__name__` is a name of JAX.
         name = function.debug_info.func_name if hasattr(function, "debug_info") else getattr(function, "__name__", kind)
         return self._process(Operation(bind, kind, name), tracers)
+
+    process_custom_jvp_call = functools.partialmethod(_process_call, "process_custom_jvp_call")
+    process_custom_vjp_call = functools.partialmethod(_process_call, "process_custom_vjp_call")
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         trees: list[Any] = []  # of each call: an internal tree of JAX, which is no pytree
@@ -195,8 +192,12 @@ class BlockTrace(PassThroughTrace):
             # The keys of JAX's caches contain the active block: JAX would compile an eager operation per pair.
             with active(SUSPENDED):
                 return operation.bind(*args)
-        if operation.primitive is None and operation.kind != "shard_map" and _runs_once(args, self.parent_trace):
-            return apply(UsersRule(operation.name, Saver(self.pair, "", places), bind=operation.bind), args)
+        if (
+            operation.primitive is None
+            and operation.kind != "shard_map"
+            and _is_differentiated_now(args, self.parent_trace)
+        ):
+            return apply(UsersRule(operation.name, Saver(self.block.value, "", places), bind=operation.bind), args)
         planned, operands = self._planned(operation, args, places)
         if not any(has_tangent(v.aval) for v in planned.jaxpr.outvars) or _holds_block(planned.jaxpr):
             return eval_jaxpr(planned.jaxpr, (), *operands)
@@ -210,7 +211,7 @@ class BlockTrace(PassThroughTrace):
         places = list(dict(zip(positions, places, strict=True)).values())
         types, plans = list(map(typeof, operands)), self.block.plans
         parts = *operation.params.items(), *types, *places, *positions
-        key = hashable((operation.primitive, parts, is_set("enable_x64")))
+        key = hashable((operation.primitive, parts, jax.enable_x64.value))
         # In staged code and in errors, each operation has its own source line.
         is_shared = operation.primitive is not None and key is not None and not (self.is_staging or is_nan_reported())
         if is_shared and (found := plans.get(key)):
@@ -218,7 +219,7 @@ class BlockTrace(PassThroughTrace):
         run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)
         jaxpr, consts, _ = staged(run, types, operation.name)
         places = [*map(self.place_of, consts), *places]
-        planned = Planned(with_current_line(jaxpr), places, operation.name, Surroundings(self.pair))
+        planned = Planned(with_current_line(jaxpr), places, operation.name, Surroundings(self.block.value))
         if is_shared and not consts:
             plans[key] = planned
         return planned, [*consts, *operands]
@@ -278,8 +279,8 @@ def saver_of(layer: str, operands: Sequence[Any], is_exact: bool) -> Saver | Non
     if pair is None:
         return None
     trace = current_trace()  # in a jitted function or `jax.vmap` in the block, its operations do not get this trace
-    is_inner = not isinstance(trace, BlockTrace)
-    return Saver(pair, layer, [] if is_inner else list(map(trace.place_of, operands)), is_exact, is_inner)
+    is_in_jit = not isinstance(trace, BlockTrace)
+    return Saver(pair, layer, [] if is_in_jit else list(map(trace.place_of, operands)), is_exact, is_in_jit)
 
 
 def mark_as_computed(values: Sequence[Any]) -> None:

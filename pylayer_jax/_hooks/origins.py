@@ -20,8 +20,9 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import inner_jaxprs, interpret, is_literal, is_users, jaxpr_and_consts, scan_counts, stage
+from pylayer_jax._jax.jaxprs import inner_jaxprs, interpret, is_users, jaxpr_and_consts, scan_counts, stage
 from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, Values, apply, payload_of, rule_function_p
+from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.transparency import Identity, PartialFunction
 
 from .pack import PACK_SCOPE, Origin
@@ -47,9 +48,7 @@ class ReportMark(RuleFunction):
 class LayerFunction(RuleFunction):
     """Base class of the function that applies a layer."""
 
-    @property
-    def layer_name(self) -> str:
-        raise NotImplementedError
+    layer_name: str
 
     def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
         """Return the saved values among operands and results, with their names."""
@@ -164,7 +163,7 @@ class Source(NamedTuple):
     def name(self) -> str:
         if self.equations:
             return self.layer or self.equations[-1].primitive.name
-        return str(self.variable.val) if is_literal(self.variable) else "closed over"
+        return str(self.variable.val) if isinstance(self.variable, Literal) else "closed over"
 
 
 def _key(variable: Any, equations: tuple[Any, ...]) -> Any:
@@ -197,7 +196,7 @@ class Program:
         self._source_of = dict(zip(known, self._sources(jaxpr, inputs, (), known), strict=True))
 
     def source(self, atom: Any) -> Source:
-        return _new_source(atom) if is_literal(atom) else self._source_of[atom]
+        return _new_source(atom) if isinstance(atom, Literal) else self._source_of[atom]
 
     def _sources(
         self, jaxpr: Any, inputs: Sequence[Source], around: tuple[Any, ...], wanted: Sequence[Any]

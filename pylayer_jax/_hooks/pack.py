@@ -28,21 +28,11 @@ from pylayer_jax._jax.jaxprs import frames_between, scopes_between
 from pylayer_jax._jax.rule_function import with_tangent
 from pylayer_jax._jax.traces import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
 from pylayer_jax._jax.transparency import forbid_derivative
-from pylayer_jax._jax.types import (
-    as_array,
-    as_arrays,
-    has_tangent,
-    is_array,
-    is_key,
-    is_set,
-    is_tensor,
-    typeof,
-    with_type,
-)
+from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, is_tensor, typeof, with_type
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, WeakTable, split
 
-from .host import PackSite
+from .host import pack_on_host
 from .primitives import EXACT, UNKNOWN, Rounding
 
 if TYPE_CHECKING:
@@ -132,8 +122,8 @@ class Pair:
         """Whether a step packs on the host, or into its memory. JAX cannot batch a cond with such branches."""
         return any(step.host or step.is_last for step in self.all_steps())
 
-    def leaves(self, place: Place) -> bool:
-        """Return whether values from a place are never packed."""
+    def never_packs(self, place: Place) -> bool:
+        """Return whether values from a place stay as they are."""
         return place is Place.CONSTANT or (place is not Place.COMPUTED and not self.packs_arguments)
 
     @property
@@ -171,7 +161,7 @@ class Pair:
 
 
 _numbers = WeakTable()  # object -> its number
-_new_numbers = itertools.count()
+_new_numbers = itertools.count(1)
 _lock = threading.Lock()
 
 
@@ -182,10 +172,8 @@ def key_of(value: Any) -> Any:
     if value is None:
         return None
     with _lock:
-        number = _numbers.get(value)
-        if number is None:
-            number = next(_new_numbers)
-            _numbers.put(value, number)  # an object that allows no weak reference gets a new number each time
+        number = _numbers.get(value) or next(_new_numbers)
+        _numbers.put(value, number)  # an object that allows no weak reference gets a new number each time
     return number
 
 
@@ -203,40 +191,33 @@ def key_of(value: Any) -> Any:
 PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
 
 
-class Restorer:
-    """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no JAX array."""
+def _restorer(array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> Callable[..., Any]:
+    """Return a function that restores a tensor from the arrays that the pack hook returned. It holds no JAX array."""
+    is_numpy, has_x64 = not is_array(array), jax.enable_x64.value
+    expected = jax.ShapeDtypeStruct(array.shape, array.dtype) if is_numpy else typeof(array)
+    # JAX may place an uncommitted array on any device, so its sharding is not restored.
+    sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
 
-    def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
-        self._is_numpy = not is_array(array)
-        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
-        # JAX may place an uncommitted array on any device, so its sharding is not restored.
-        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
-        self._unpack = unpack
-        self._skeleton = skeleton  # the structure of the result of the pack hook
-        self._where = where
-        self._has_x64 = is_set("enable_x64")
+    def restore(*arrays: Any) -> Any:
+        with jax.enable_x64(has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
+            with _running("unpack_hook", where):
+                value = unpack(skeleton.fill(arrays))
+            value = checked(value, expected, where)
+            # `pack_hook` hid the tracer in an object that is no pytree, so JAX did not keep the tracer as an array.
+            if not arrays and is_tracer(value) and not is_active(value):
+                raise TypeError(
+                    f"unpack_hook returned a traced tensor of a transformation that has ended, for {where}: JAX "
+                    "cannot keep a tensor in an object that is no pytree. pack_hook has to return traced tensors in a "
+                    "tuple, a dict or a registered pytree; or run the hooks on the host, with host=True."
+                )
+            if is_numpy:
+                return np.asarray(value)
+            (value,) = as_arrays([value])
+            if sharding is not None and not is_tracer(value) and value.sharding != sharding:
+                value = jax.device_put(value, sharding)
+            return with_type(value, expected)
 
-    def __call__(self, *inputs: Any) -> Any:
-        with jax.enable_x64(self._has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
-            return self._restored(inputs)
-
-    def _restored(self, arrays: Sequence[Any]) -> Any:
-        with _running("unpack_hook", self._where):
-            value = self._unpack(self._skeleton.fill(arrays))
-        value = checked(value, self._type, self._where)
-        # `pack_hook` hid the tracer in an object that is no pytree, so JAX did not keep the tracer as an array.
-        if not arrays and is_tracer(value) and not is_active(value):
-            raise TypeError(
-                f"unpack_hook returned a traced tensor of a transformation that has ended, for {self._where}: JAX "
-                "cannot keep a tensor in an object that is no pytree. pack_hook has to return traced tensors in a "
-                "tuple, a dict or a registered pytree; or run the hooks on the host, with host=True."
-            )
-        if self._is_numpy:
-            return np.asarray(value)
-        (value,) = as_arrays([value])
-        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
-            value = jax.device_put(value, self._sharding)
-        return with_type(value, self._type)
+    return restore
 
 
 def steps_for(pair: Pair, tensor: Any, where: str, origin: Origin) -> Sequence[Step]:
@@ -260,7 +241,13 @@ def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, orig
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
     elif has_tangent(tensor) and not all(step.differentiable for step in steps):
-        (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
+        error = lambda: TypeError(
+            f"a second derivative goes through {where}, which a pack hook packed inside of staged code (a jitted "
+            "function, the body of a scan) that was differentiated from outside. Put the hooks block around that code "
+            "instead, into the function that jax.grad differentiates; or, where JAX can differentiate the hooks with "
+            "the derivative of the identity, pass saved_tensors_hooks(..., differentiable=True)."
+        )
+        (value,) = forbid_derivative([tensor], error)
     with jax.named_scope(PACK_SCOPE):
         residual = _pack(pair.store, steps, as_array(value, typeof(tensor)), where, origin)
     return Partial(with_tangent, tensor, residual) if keeps_original else residual
@@ -269,15 +256,6 @@ def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, orig
 def restored(residual: Any) -> Any:
     """Return the tensor of a residual: of a `Partial`, whose arguments are residuals too, or of a tensor itself."""
     return residual.func(*map(restored, residual.args)) if isinstance(residual, Partial) else residual
-
-
-def _second_derivative_error(where: str) -> TypeError:
-    return TypeError(
-        f"a second derivative goes through {where}, which a pack hook packed inside of staged code (a jitted function, "
-        "the body of a scan) that was differentiated from outside. Put the hooks block around that code instead, into "
-        "the function that jax.grad differentiates; or, where JAX can differentiate the hooks with the derivative of "
-        "the identity, pass saved_tensors_hooks(..., differentiable=True)."
-    )
 
 
 def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
@@ -332,8 +310,7 @@ def _pack(
     # A NumPy array that no later step packs stays in the skeleton, so on the host, and is freed with the function that
     # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
-    function = Restorer(array, unpack, skeleton, here)
-    return Partial(function, *map(packed_again, leaves))
+    return Partial(_restorer(array, unpack, skeleton, here), *map(packed_again, leaves))
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
@@ -341,8 +318,7 @@ def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tupl
     pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
-        site = PackSite(store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
-        return site.token(array), site.restored
+        return pack_on_host(store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
     with _running("pack_hook", where):
         return pack(np.array(array) if step.host else as_arrays([array])[0]), unpack  # a host hook may write
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import is_literal, variables
+from pylayer_jax._jax.jaxprs import variables
 from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
@@ -28,7 +28,6 @@ from .primitives import EXACT, OTHER, ROWS, SAME, STEEP, UNKNOWN, Error, Operand
 SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
 _BYTE: Final = 1 << 40  # a byte, where bytes are compared first
-_STEP: Final = 0.05
 _INFINITE: Final = 1 << 200
 _MOST_DEGREES: Final = 2.1  # the error of a gradient is at most about twice that without recomputation
 
@@ -110,7 +109,7 @@ class Made(NamedTuple):
 
     degrees: dict[Any, float]  # the kept variables with an error from which it is computed, each with its degree
     roundings: frozenset[Rounding]
-    operations: frozenset[Any]  # those whose derivatives keep all that it is computed from
+    operations: frozenset[Any]  # those whose derivatives keep each rounded tensor that it is computed from
     steep: frozenset[Any]  # the variables whose equations may have enlarged an error
     by: str  # the primitive that computes it again; "" for a kept variable
 
@@ -137,7 +136,6 @@ class Graph:
         self._read = {id(e): variables(e.invars) for e in self.jaxpr.eqns}
         self.position = {v: i for i, v in enumerate(self.maker)}
         self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
-        self.residuals = list(self.readers_of)
         self._operation_of = derivative.operation_of  # variable -> the operation of its equation
         self._keeping_of, self._keepings = keeping_of, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
@@ -146,13 +144,14 @@ class Graph:
         self.views = self.inputs_of.keys() - self.free  # slices of it at indices that the function computed
         lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
         self._lender = {v: inputs[0] for v, inputs in lenders.items() if inputs}
-        # What backward must not make because of errors, where costly equations may not and may be repeated.
+        # What backward must not make because of errors; by whether costly equations may be repeated.
         self._forbidden = {False: set[Any](), True: set[Any]()}
         # Jitted functions of JAX hold numbers as other dtypes.
-        casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type" and is_literal(e.invars[0])]
-        self.numbers = {e.outvars[0]: e.invars[0].val for e in casts}
-        # An error of these may become large: backward reads none of them with an error of others.
-        self.amplified = {x for e in self.jaxpr.eqns if _amplifies(e) for x in self._read[id(e)]}
+        casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
+        self.numbers = {e.outvars[0]: e.invars[0].val for e in casts if isinstance(e.invars[0], Literal)}
+        # An error of these may become large, so backward makes none of them from other rounded tensors.
+        amplifying = [e for e in self.jaxpr.eqns if ROWS[e.primitive.name].amplifies or _is_call(e)]
+        self.amplified = {x for e in amplifying for x in self._read[id(e)]}
 
     def _free(self, outside: Collection[Any]) -> set[Any]:
         """Return the free variables, and record the inputs of these and of other views."""
@@ -231,7 +230,7 @@ class Graph:
 
     # -- choice ------------------------------------------------------------------------------------------
 
-    def choose(self, price: float = math.inf) -> tuple[list[Any], dict[Any, Made]]:
+    def choose(self, price: float) -> tuple[list[Any], dict[Any, Made]]:
         """Return the variables to keep, and what backward makes of them, each in the order of the equations.
 
         `price` is the number of operations that backward may spend to save a byte; infinity: only cheap ones.
@@ -250,7 +249,7 @@ class Graph:
         edges: list[tuple[int, int, int]] = []
         operands_of: list[tuple[int, Any]] = []  # node -> the variables that are needed to make it
         source, sink = 0, 1
-        to_visit = list(self.residuals)
+        to_visit = list(self.readers_of)
         while to_visit:
             v = to_visit.pop()
             if v in number_of or v in self.free:
@@ -263,13 +262,13 @@ class Graph:
                 continue
             e = self.maker[v]
             # Of equal equations the later ones cost more, so that a limit takes them one by one.
-            cost = cost_of(e) * (1 + _STEP * self.position[v] / len(self.position))
+            cost = cost_of(e) * (1 + 0.05 * self.position[v] / len(self.position))
             edges.append((node + 1, sink, 1 + int(_UNIT * cost)))
             operands = self._read[id(e)]
             to_visit += operands
             operands_of += [(node + 1, x) for x in operands]
         edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
-        edges += [(source, number_of[r], _INFINITE) for r in self.residuals if r in number_of]
+        edges += [(source, number_of[r], _INFINITE) for r in self.readers_of if r in number_of]
         on_side = minimum_cut(2 * len(number_of) + 2, edges, source, sink)
         return {v for v, node in number_of.items() if on_side[node] and not on_side[node + 1]}
 
@@ -277,7 +276,7 @@ class Graph:
 
     def _check(self, kept: set[Any], allows_costly: bool) -> tuple[dict[Any, Made], set[Any]]:
         """Return what backward makes, and the variables that it may not make, for their errors."""
-        needed = set(self.residuals)
+        needed = set(self.readers_of)
         order: list[Any] = []
         for e in reversed(self.jaxpr.eqns):
             for v in e.outvars:
@@ -290,7 +289,7 @@ class Graph:
             # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
             # residuals may follow, until the sets grow no more.
             found = dict(operations)
-            for v in self.residuals:
+            for v in self.readers_of:
                 if v in made and v not in failed:
                     found |= {x: found[x] | self.readers_of[v] for x in made[v].degrees if x in found}
             if found == operations:
@@ -323,7 +322,7 @@ class Graph:
         inexact = [x for x in operands if x.roundings]
         shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
-        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
+        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands, ignores_steep=False)):
             steep |= {v}
         row, degrees = ROWS[name], dict[Any, float]()
         for x in inexact:
@@ -338,32 +337,35 @@ class Graph:
             name,
         )
 
-    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool = False) -> list[Operand]:
+    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool) -> list[Operand]:
         own, steep = self._operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
         return [
             Operand(
-                a.val if is_literal(a) else self.numbers.get(a, a),
+                a.val if isinstance(a, Literal) else self.numbers.get(a, a),
                 frozenset(x.degrees),
                 SAME if own in x.operations or not x.roundings else steep if x.steep else OTHER,
                 x.by,
-                not is_literal(a) and a in self.uniform,
+                not isinstance(a, Literal) and a in self.uniform,
             )
             for a, x in zip(e.invars, operands, strict=True)
         ]
 
     def _objection(self, v: Any, e: Any, operands: Sequence[Made], result: Made) -> set[Any] | None:
         """Return None if backward may compute `v` with these errors, else the variables to keep or make otherwise."""
-        if v in self.residuals and not self._is_fine_enough(v, result):
+        if v in self.readers_of and not self._is_fine_enough(v, result):
             return {v}
         recomputed = ROWS[e.primitive.name].recomputed
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
-        for ignores_steep in () if None in conditions else (False, True):
+
+        def is_allowed(ignores_steep: bool) -> bool:
             judged = self._operands(e, operands, ignores_steep)
-            if all(condition(e, judged) for condition in conditions if condition):
-                # Without a large factor before it, this one would do: keep the value behind the factor.
-                return (set(result.steep) - {v} or {v}) if ignores_steep else None
-        return {v}
+            return all(condition is not None and condition(e, judged) for condition in conditions)
+
+        if is_allowed(ignores_steep=False):
+            return None
+        # If only a large factor before this equation forbids it, keep the value behind the factor.
+        return (set(result.steep) - {v} or {v}) if is_allowed(ignores_steep=True) else {v}
 
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
         own = self.keeping(v).roundings
@@ -379,8 +381,8 @@ class Graph:
 # -- facts about equations -----------------------------------------------------------------------------------
 
 
-def _amplifies(e: Any) -> bool:
-    return ROWS[e.primitive.name].amplifies or (e.primitive.name not in ROWS and e.primitive.multiple_results)
+def _is_call(e: Any) -> bool:
+    return e.primitive.name not in ROWS and e.primitive.multiple_results  # of a rule, a loop or a jitted function
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ from pylayer_jax._jax.jaxprs import (
     variables,
     with_jaxpr,
 )
-from pylayer_jax._jax.rule_function import Values, apply, merge, rule_function_p, scatter, select
+from pylayer_jax._jax.rule_function import Values, apply, merge, payload_of, rule_function_p, scatter, select
 from pylayer_jax._jax.traces import (
     NEEDS_VALUES,
     Literal,
@@ -68,6 +68,7 @@ from .saving import (
     HookedFunction,
     Lent,
     Linearized,
+    Mark,
     Pullback,
     SavedByRule,
     Saver,
@@ -77,7 +78,6 @@ from .saving import (
     behind_barrier,
     held,
     largest,
-    mark_of,
     numbered,
     outside_blocks,
     past_blocks,
@@ -101,7 +101,7 @@ def _key_of(e: Any, operands: Sequence[Any]) -> Any:
 
 def _is_held(equation: Any, index: int) -> bool:
     """Return whether a result of an equation is `Held` in its inner jaxprs."""
-    if isinstance(mark_of(equation), Held):
+    if isinstance(payload_of(equation), Held):
         return True
     if equation.primitive.name not in (*BODIES, *JITTED):
         return False
@@ -259,10 +259,10 @@ class Derivative:
         computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
 
         def rule(e: Any, operands: list[Any], calls: tuple[Any, ...], operation: Any) -> Sequence[Any]:
-            if e.primitive is rule_function_p and (mark := mark_of(e)) is not None:
+            if isinstance(mark := payload_of(e), Mark):
                 for i, x in enumerate(operands):
                     if not isinstance(x, Literal):
-                        marks.setdefault(x, []).append((mark, mark.positions[i]))
+                        marks.setdefault(x, []).append((mark, mark.original_positions[i]))
                 return operands
             key = _key_of(e, operands)
             if key in computed:
@@ -388,7 +388,7 @@ class Plan:
         held |= {v for e in closed for i, v in enumerate(e.outvars) if _is_held(e, i)}
         self.held = held & self.maker.keys()
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
-        free = {v for v, place in place_of.items() if pair.leaves(place)}
+        free = {v for v, place in place_of.items() if pair.never_packs(place)}
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
         self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
@@ -399,7 +399,7 @@ class Plan:
         self.graph = Graph(derivative, pair, free, lent, self._keeping_of, self._fixed(free))
         self.kept, self.made = self.graph.choose(price)
         self._made_residuals = [v for v in readers if v in self.made]
-        self.free = [v for v in self._needed(readers) if v in self.graph.free and v not in self.maker]
+        self.free = [v for v in self._missing(readers)[1] if v in self.graph.free]
         if pair.unmatched:
             for v in (*self.kept, *self._made_residuals):
                 pair.note(self.origin(v), v not in self.made)
@@ -409,7 +409,7 @@ class Plan:
         self._packed = {v for v in self.kept if self.graph.keeping(v).steps}
         # Not what a loop has packed: XLA would copy all of it.
         own = [v for v in self.kept if v in self.maker and v not in self.held]
-        self._narrow = {v for v in own if v.aval.dtype.itemsize < 4 and jnp.issubdtype(v.aval.dtype, jnp.floating)}
+        self._to_round = {v for v in own if v.aval.dtype.itemsize < 4 and jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
     def _fixed(self, free: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
@@ -438,18 +438,6 @@ class Plan:
             found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
 
-    def _needed(self, residuals: Collection[Any]) -> dict[Any, None]:
-        """Return the variables that backward keeps or makes for some of its residuals."""
-        found, to_visit = dict[Any, None](), list(residuals)
-        kept = set(self.kept)
-        while to_visit:
-            v = to_visit.pop()
-            if v not in found:
-                found[v] = None
-                e = None if v in kept else self.maker.get(v)
-                to_visit += variables(e.invars) if e else []
-        return found
-
     def _lent_to(self, v: Any) -> list[tuple[Plan, Any]]:
         """Return the plans of the bodies that read a variable, each with the input that gets it."""
         marks = [(mark, i) for mark, i in self.derivative.marks.get(v, ()) if isinstance(mark, Lent)]
@@ -471,7 +459,7 @@ class Plan:
         return self.graph.inputs_of[v] if v in self.graph.free else ()
 
     @functools.cached_property
-    def exact_inputs(self) -> set[Any]:
+    def inputs_read_again(self) -> set[Any]:
         """Return the free inputs from which backward computes something again."""
         read = variables([x for v in self.made for x in self.maker[v].invars])
         return {x for v in read for x in self._inputs_of(v)}
@@ -542,10 +530,12 @@ class Plan:
             if action.code:
                 derivative.evaluate(action.code, values)
             for v in action.bound:
-                if v in self._narrow and is_staged(values[v]):
+                if v in self._to_round and is_staged(values[v]):
                     values[v] = rounded(values[v])
                 if v in self._packed:
-                    values[v], residual_of[v] = self._with_residual(v, values[v])
+                    (x,) = as_arrays([values[v]])
+                    packed = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
+                    (values[v],), (residual_of[v],) = behind_barrier([x], [packed])
             for v in () if is_checked else action.dropped:
                 values.pop(v, None)
         residual_of |= {v: values[v] for v in self.kept if v not in self._packed}
@@ -561,7 +551,7 @@ class Plan:
         for e in [None, *self.forward_equations]:
             equations += [e] if e else []
             computed = e.outvars if e else self.derivative.forward.invars
-            if bound := [v for v in computed if v in self._packed or v in self._narrow]:
+            if bound := [v for v in computed if v in self._packed or v in self._to_round]:
                 actions += [Action(jaxpr_of(equations)), Action(bound=bound)]
                 equations = []
         kept = [v for v in self.kept if v not in self._packed]
@@ -577,7 +567,7 @@ class Plan:
         if is_reported.value:
             key_of = {v: next(iter(self.origin(v).keys), "") for v in self.kept}
             for v in filter(lambda v: is_tracer(values[v]), (*self.kept, *again)):
-                names = dict.fromkeys(key_of[x] for x in self._needed([v]) if x in key_of)
+                names = dict.fromkeys(key_of[x] for x in self._missing([v])[1] if x in key_of)
                 from_ = (", ".join(names) or "inputs") if v in self.made else None
                 found += apply(ReportMark(typeof(values[v]), self.origin(v), from_), [values[v]])
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
@@ -621,7 +611,7 @@ class Plan:
         for e in [*backward.equations, None]:
             read = variables(e.invars) if e else returned
             if not known.issuperset(read):
-                again, residuals = self._missing(read, known, backward)
+                again, residuals = self._missing(read, known, backward.maker)
                 # No Refs wait.
                 cotangents = [v for v in read if v in backward.dependent and isinstance(v.aval, ShapedArray)]
                 cotangents, broadcasts = self._awaited(cotangents, known, backward) if is_program else (cotangents, [])
@@ -658,34 +648,28 @@ class Plan:
         return list(dict.fromkeys(found)), equations
 
     def _missing(
-        self, wanted: Sequence[Any], known: Collection[Any], backward: Pass
+        self, wanted: Iterable[Any], known: Collection[Any] = (), own: Mapping[Any, Any] = {}
     ) -> tuple[list[Any], dict[Any, None]]:
-        """Return the equations that compute the variables, in order, and the residuals that these read."""
-        residuals, kept = dict[Any, None](), {*self.free, *self.kept}
+        """Return the equations that compute the variables, in order, and the inputs and kept variables to begin with.
+
+        `own`: variable of a backward pass -> equation.
+        """
+        residuals, kept = dict[Any, None](), set(self.kept)
         order: dict[int, Any] = {}
-        to_visit = [(v, False) for v in reversed(wanted)]
+        to_visit = [(v, False) for v in reversed([*wanted])]
         while to_visit:
             v, is_ready = to_visit.pop()
             if v in known or v in residuals:
                 continue
-            if v in kept:
+            e = None if v in kept else self.maker.get(v) or own.get(v)
+            if e is None:
                 residuals[v] = None
                 continue
-            e = self.maker.get(v) or backward.maker[v]
-            if id(e) in order:
-                continue
             if is_ready:
-                order[id(e)] = e
-            else:
+                order.setdefault(id(e), e)
+            elif id(e) not in order:
                 to_visit += [(v, True), *[(x, False) for x in reversed(variables(e.invars))]]
         return list(order.values()), residuals
-
-    def _with_residual(self, v: Any, value: Any) -> tuple[Any, Any]:
-        """Return a value, in staged code behind a barrier, and its residual."""
-        (x,) = as_arrays([value])
-        residual = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
-        (value,), (residual,) = behind_barrier([value], [residual])
-        return value, residual
 
 
 def rounded(x: Any) -> Any:
@@ -771,7 +755,7 @@ class Planned(HookedFunction):
             if is_tracer(residuals[i]):  # in another decorated function, which may pack or recompute it
                 types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
                 marks: list[Any] = [SavedByRule(types, is_exact=any(mark.is_exact for mark in saved))] if saved else []
-                for mark in [*marks, *([Exact(types)] if v in plan.exact_inputs else [])]:
+                for mark in [*marks, *([Exact(types)] if v in plan.inputs_read_again else [])]:
                     (residuals[i],) = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)

@@ -28,7 +28,7 @@ BODIES: Final = ("scan", "cond", "shard_map")
 
 
 class Error(enum.IntEnum):
-    """What is known about the error unpack(pack(x)) - x of a packed tensor x. A larger number is coarser."""
+    """What is known about the error unpack(pack(x)) - x of a packed tensor x. Of known ones, a larger is coarser."""
 
     UNKNOWN = -1  # hooks of users
     EXACT = 0  # there is none
@@ -140,7 +140,7 @@ class Row(NamedTuple):
     is_view: bool = False  # its result has the origin of its operand, and is left unpacked where the operand is
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
-    amplifies: bool = False  # a small error of an operand can become large: an operand that backward needs is packed
+    amplifies: bool = False  # a small error of an operand can become large: of other errors it gets none
     # The transpose of its derivative compares an operand, as for max pooling, or solves with it: with L and U of a
     # matrix in one array, which have very different sizes in one row. Hooks that round do not pack such an operand.
     needs_exact: bool = False
@@ -148,12 +148,10 @@ class Row(NamedTuple):
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again
     operations: int = 1  # about how many it takes for an element of the result; products and reductions take more
-    # If an operand is x(1 + e)ᵈ, the result is y(1 + e)ᶜ with the degree c: of the equation and d; d, if it is None.
+    # The degree of the result, of the equation and that of an operand: (1 + e)ᵈ times as large, it makes it (1 + e)ᶜ
+    # times as large. None: the same.
     degree: Callable[[Any, float], float] | None = None
     adds_degrees: bool = False  # whether c is the sum for all operands, as of a product; else it is that of the largest
-
-
-KEPT: Final = Row()
 
 
 def _rows() -> dict[str, Row]:
@@ -227,7 +225,7 @@ def _rows() -> dict[str, Row]:
 
 class _Rows(dict[str, Row]):
     def __missing__(self, name: str) -> Row:
-        return KEPT
+        return Row()
 
 
 ROWS: Final = _Rows(_rows())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -18,18 +19,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial, tree_leaves, tree_map
 
 from pylayer_jax._jax.linearity import transpose_jaxpr
-from pylayer_jax._jax.rule_function import (
-    LinearMap,
-    RuleFunction,
-    UnstagedBatch,
-    Values,
-    apply,
-    apply_linear,
-    merge,
-    payload_of,
-    scatter,
-    select,
-)
+from pylayer_jax._jax.rule_function import LinearMap, RuleFunction, Values, apply, apply_linear, merge, scatter, select
 from pylayer_jax._jax.traces import (
     current_trace,
     is_staged,
@@ -52,13 +42,17 @@ __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 # -- marks for a plan --------------------------------------------------------------------------------------
 
 
-class Held(Identity):
+class Mark(Identity):
+    """Marks values for a plan."""
+
+
+class Held(Mark):
     """Marks residuals that a plan leaves as they are: other hooks packed them, or `ctx` keeps them as attributes."""
 
     name = "held"
 
 
-class SavedByRule(Identity):
+class SavedByRule(Mark):
     """Marks what a layer or a rule of a user saves."""
 
     name = "saved"
@@ -68,13 +62,13 @@ class SavedByRule(Identity):
         self.layer, self.is_exact = layer, is_exact
 
 
-class Exact(Identity):
+class Exact(Mark):
     """Marks what a decorated function gets from another one, and computes from again: kept as it is, if at all."""
 
     name = "exact"
 
 
-class Lent(Identity):
+class Lent(Mark):
     """Marks what a function computes and bodies in it read: a plan around them keeps it, if their plans need it."""
 
     name = "lent"
@@ -92,11 +86,6 @@ def held(arrays: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
     is_own = [is_tracer(x) and id(x) not in known for x in arrays]
     own = select(arrays, is_own)
     return merge(is_own, apply(Held([typeof(x) for x in own]), own), arrays) if own else list(arrays)
-
-
-def mark_of(equation: Any) -> Any:
-    payload = payload_of(equation)
-    return payload if isinstance(payload, (Exact, Held, Lent, SavedByRule)) else None
 
 
 # -- packed tensors of a layer or a rule -------------------------------------------------------------------
@@ -135,9 +124,6 @@ class PackedTensors(NamedTuple):
         """For each array: the index of the first tensor that backward restores from it."""
         pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in tree_leaves(residual)]
         return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
-
-    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        return UnpackedTensors(self.residuals, arrays, cotangents)
 
 
 class UnpackedTensors:
@@ -181,35 +167,28 @@ class UnpackedTensors:
         self._waiting |= zip(positions, arrays, strict=True)
 
 
+@dataclasses.dataclass(eq=False)
 class Saver:
     """Saves the tensors of one layer or rule of a user in a decorated function or a `with` block."""
 
-    def __init__(
-        self,
-        pair: Pair | None = None,
-        layer: str = "",
-        places: Sequence[Place] = (),
-        is_exact: bool = False,
-        is_inner: bool = False,
-    ) -> None:
-        self.pair = pair  # None in a decorated function: its plan packs
-        self.layer = layer
-        self.places = places  # of the inputs
-        self.is_exact = is_exact  # whether tensors stay as they are if hooks would round them
-        self.is_inner = is_inner  # whether a jitted function in the block applies the layer: its plan packs
+    pair: Pair | None = None  # None in a decorated function: its plan packs
+    layer: str = ""
+    places: Sequence[Place] = ()  # of the inputs
+    is_exact: bool = False  # whether tensors stay as they are if hooks would round them
+    is_in_jit: bool = False  # whether a jitted function in the block applies the layer: the plan of that one packs
 
     def save(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
     ) -> tuple[PackedTensors | None, list[Any], list[Any]]:
         """Return the packed tensors, None if there are none; the arrays for JAX to keep; and the outputs."""
         with outside_partial_evaluation([*tensors, *outputs]):
-            if active.value is PLANNED and (self.pair is None or self.is_inner):
+            if active.value is PLANNED and (self.pair is None or self.is_in_jit):
                 mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
                 return None, list(tensors), list(outputs)
             inputs_of = zip(inputs, self.places, strict=False)
-            residual_of = {id(x): x for x, place in inputs_of if self.pair.leaves(place)}
+            residual_of = {id(x): x for x, place in inputs_of if self.pair.never_packs(place)}
             with active(SUSPENDED):
                 for i, x in enumerate(tensors):
                     if id(x) not in residual_of:
@@ -298,11 +277,6 @@ class UsersRule(HookedFunction):
     def run(self, *args: Any) -> Values:
         return super().run(*args) if self._bind is None else self._bind(*args)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        if self.jaxpr is None:  # JAX can call the Python function of this operation only once
-            return UnstagedBatch(self, axis, dims), [], None
-        return super().batch(axis, dims, types)
-
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         vjp = Vjp(self.name)
         with contextlib.nullcontext() if self._saver.pair is None else active(SUSPENDED):
@@ -314,7 +288,7 @@ class UsersRule(HookedFunction):
             if packed is None:
                 return vjp.gradients(residuals, cotangents)
             with outside_blocks():
-                unpacked = packed.unpack(residuals, cotangents)
+                unpacked = UnpackedTensors(packed.residuals, residuals, cotangents)
                 return vjp.gradients(unpacked.all(), unpacked.cotangents)
 
         return values, Pullback(self.name, len(arrays), vjp.cotangent_types, transpose), arrays, vjp.nonzero
@@ -427,8 +401,8 @@ class _GateMap(LinearMap):
         return list(tangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        call = _calls.get({}).get(self._vjp)
-        if call is not None and self._is_entry:
+        call = _calls.get({}).get(self._vjp, _Call(frozenset(), set()))  # an outer derivative may come here too
+        if self._is_entry:
             call.reached.update(i for i, c in enumerate(cotangents) if c is not None)
-        missing = () if call is None or self._is_entry else call.missing
-        return [None if i in missing else c for i, c in enumerate(cotangents)]
+            return list(cotangents)
+        return [None if i in call.missing else c for i, c in enumerate(cotangents)]

@@ -24,7 +24,6 @@ import numpy as np
 from jax.ref import AbstractRef, freeze, new_ref
 
 from .traces import (
-    UNSPECIFIED_SHARDING,
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,
@@ -50,7 +49,7 @@ for _part in Path(__file__).parents[1].iterdir():
         register_exclusion(str(_part))
 
 
-_DEBUG_INFO: Final = DebugInfo("pylayer_jax", "equations of a jaxpr", None, None)
+NO_DEBUG_INFO: Final = DebugInfo("pylayer_jax", "code of this package", None, None)
 
 
 def stage(
@@ -96,8 +95,8 @@ def is_inlinable(params: dict[str, Any]) -> bool:
     """Return whether the operations of a jitted function may run outside `jax.jit`."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
-    is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
-    return not is_placed and not any(params["donated_invars"]) and not params["compiler_options_kvs"]
+    is_placed = any(isinstance(s, jax.sharding.Sharding) for s in shardings) or any(x is not None for x in layouts)
+    return not (is_placed or any(params["donated_invars"]) or params["compiler_options_kvs"])
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:
@@ -116,10 +115,6 @@ def with_current_line(jaxpr: Any) -> Any:
     """Give equations the user's current source line: JAX's staging hides the code around it."""
     line = current().traceback
     return jaxpr.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=line)) for e in jaxpr.eqns])
-
-
-def is_literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -207,7 +202,7 @@ def dependence(jaxpr: Any, sources: Sequence[Any]) -> list[bool]:
     for equation in jaxpr.eqns:
         if not dependent.isdisjoint(variables(equation.invars)):
             dependent.update(equation.outvars, _refs(equation))  # the equation may write to its Refs
-    return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
+    return [not isinstance(v, Literal) and v in dependent for v in jaxpr.outvars]
 
 
 def equations_to(
@@ -251,7 +246,7 @@ def jaxpr_of(equations: Sequence[Any]) -> Any:
     results = {v: None for e in equations for v in e.outvars}
     inputs = [v for v in variables([x for e in equations for x in e.invars]) if v not in results]
     effects = frozenset[Any]().union(*[e.effects for e in equations])
-    return Jaxpr((), inputs, [*results], [*equations], effects, _DEBUG_INFO)
+    return Jaxpr((), inputs, [*results], [*equations], effects, NO_DEBUG_INFO)
 
 
 def interpret_opened(
@@ -269,11 +264,11 @@ def interpret_opened(
         outer = calls[-1].source_info if calls else None
         is_of_user = outer is None or is_users_of(code)
         # JAX gives derivatives the traceback of their operation.
-        key = tuple([id(call.source_info.traceback) for call in calls])
+        of_calls = tuple([id(call.source_info.traceback) for call in calls])
 
         def rule_or_call(equation: Any, operands: list[Any]) -> Sequence[Any]:
             source, params = equation.source_info, equation.params
-            operation = *key, id(source.traceback)
+            operation_key = *of_calls, id(source.traceback)
             if outer is not None:
                 traceback = source.traceback if is_of_user else outer.traceback
                 source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
@@ -284,7 +279,7 @@ def interpret_opened(
                 constants.update(zip(own, consts, strict=True))
                 known = dict(zip((*inner.constvars, *inner.invars), (*own, *operands), strict=True))
                 return opened(inner, known, (*calls, equation))
-            return rule(equation, operands, calls, operation)
+            return rule(equation, operands, calls, operation_key)
 
         return interpret(rule_or_call, code.eqns, known, code.outvars, of_literal=lambda literal: literal)
 
@@ -354,9 +349,8 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 
 def frames_between(outer: Any, inner: Any) -> list[str]:
     """Return the names of the functions, and of their classes, called between `outer` and `inner`, outermost first."""
-    frames = _frames(inner)
-    functions = [(frame["file"], frame["function"]) for frame in frames]
-    rest = _rest([(frame["file"], frame["function"]) for frame in _frames(outer)], functions)
+    around, within = ([frame.group("file", "function") for frame in _frames(source)] for source in (outer, inner))
+    rest = _rest(around, within)
     names = [name for _, function in rest for name in function.rpartition("<locals>.")[2].split(".")]
     return [n for n in names if not n.startswith("<") and not (n.startswith("__") and n.endswith("__"))]
 

@@ -36,15 +36,15 @@ class NotLinearError(TypeError):
     """Error for a function that has to be transposed but is not linear, or that JAX cannot transpose."""
 
 
-def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
+def why_not_linear(jaxpr: Any, is_input: Sequence[bool], values: Sequence[Any] = ()) -> str:
     """Return why a jaxpr may be nonlinear in the inputs where `is_input` is True, or "" after a proof.
 
-    `consts` has the values of the first inputs, None for an unknown one.
+    `values` has those of the first inputs, None for an unknown one.
     """
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
-    if found and any(map(_is_zero, consts)):  # read values only if the proof needs them
-        kinds[: len(consts)] = [ZERO if _is_zero(c) else k for c, k in zip(consts, kinds, strict=False)]
+    if found and any(map(_is_zero, values)):  # read values only if the proof needs them
+        kinds[: len(values)] = [ZERO if _is_zero(c) else k for c, k in zip(values, kinds, strict=False)]
         found = _why(evaluate_kinds(jaxpr, kinds))
     return found
 
@@ -111,12 +111,9 @@ def _product(equation: Any, operands: list[Kind]) -> Kind:
     return _combine(factors, f"{equation.primitive.name!r} of two terms that depend on them" if both else LINEAR)
 
 
-def _linear_in(positions: Sequence[int]) -> Rule:
-    def rule(equation: Any, operands: list[Kind]) -> Kind:
-        name, others = equation.primitive.name, [k for i, k in enumerate(operands) if i not in positions]
-        return _sum(name, [operands[i] for i in positions], others, f"{name!r}")
-
-    return rule
+def _linear_in(positions: Sequence[int], equation: Any, operands: list[Kind]) -> Kind:
+    name, others = equation.primitive.name, [k for i, k in enumerate(operands) if i not in positions]
+    return _sum(name, [operands[i] for i in positions], others, f"{name!r}")
 
 
 for _name in (
@@ -135,23 +132,25 @@ for _name, _positions in (
     ("scatter-mul", (0,)), ("scatter-sub", (0, 2)), ("select_and_gather_add", (0,)), ("select_and_scatter_add", (0,)),
     ("triangular_solve", (1,)), ("tridiagonal_solve", (3,)),
 ):  # fmt: skip
-    _RULES[_name] = _linear_in(_positions)
+    _RULES[_name] = functools.partial(_linear_in, _positions)
 for _name in ("device_put", "optimization_barrier"):
     _RULES[_name] = lambda _, operands: operands  # each result is the operand at its position
-_RULES["select_n"] = lambda e, operands: _linear_in(range(1, len(operands)))(e, operands)
-_RULES["custom_linear_solve"] = lambda e, operands: _linear_in(range(len(operands))[-len(e.outvars) :])(e, operands)
+_RULES["select_n"] = lambda e, operands: _linear_in(range(1, len(operands)), e, operands)
+_RULES["custom_linear_solve"] = lambda e, operands: _linear_in(range(len(operands))[-len(e.outvars) :], e, operands)
 
 
 def _gather(equation: Any, operands: list[Kind]) -> Any:
     # An index out of bounds reads the fill value, by default NaN for floats. The rule accepts NaN, which users notice.
     fill = equation.params.get("fill_value")
     is_linear = fill is None or fill == 0 or np.isnan(fill)
-    return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
+    return _linear_in((0,), equation, operands) if is_linear else _unknown(equation, operands)
 
 
 def _scatter(equation: Any, operands: list[Kind]) -> Any:
     # A scatter that applies a function, as x.at[i].apply(f) does, may be nonlinear.
-    return (_unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2)))(equation, operands)
+    if equation.params.get("update_jaxpr") is not None:
+        return _unknown(equation, operands)
+    return _linear_in((0, 2), equation, operands)
 
 
 def _linear_map(equation: Any, operands: list[Kind]) -> Kind:
@@ -189,7 +188,7 @@ def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
 def _cond(equation: Any, operands: list[Kind]) -> Kind | list[Kind]:
     index, *rest = operands
     if index not in (CONSTANT, ZERO):
-        return _combine([index], "'cond'")
+        return _unknown(equation, [index])
     first, *others = [evaluate_kinds(jaxpr_and_consts(branch)[0], rest) for branch in equation.params["branches"]]
     return functools.reduce(_joined, others, first)
 

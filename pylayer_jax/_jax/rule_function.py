@@ -23,9 +23,9 @@ from typing import Any
 
 import jax
 
-from .jaxprs import evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
+from .jaxprs import NO_DEBUG_INFO, evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
 from .traces import DebugInfo, Jaxpr, Primitive, ad, batching, current_trace, is_batched, is_named, mlir
-from .types import batched_type, has_tangent, tangent_type, typeof, types_of, with_varying_axes, zeros_of
+from .types import batched_type, full_cotangent, has_tangent, tangent_type, typeof, types_of, with_varying_axes
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -49,9 +49,6 @@ def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> l
 
 
 # -- primitives with a Python object -------------------------------------------------------------------
-
-
-is_undefined = ad.is_undefined_primal  # marks the operands for which a transpose rule must produce cotangents
 
 
 class ObjectPrimitive(Primitive):
@@ -93,37 +90,38 @@ class ObjectPrimitive(Primitive):
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
             given = [None if type(t) is ad.Zero else t for t in tangents]
-            values, found = _payload(payload).jvp_rule(primals, given)
+            values, found = payload_at(payload).jvp_rule(primals, given)
             return values, [
                 ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, found, strict=True)
             ]
 
         def transpose(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
             given = [None if type(c) is ad.Zero else c for c in cotangents]
-            found = _payload(payload).transpose_rule([None if is_undefined(x) else x for x in args], given)
+            wanted = list(map(ad.is_undefined_primal, args))  # the operands that need a cotangent
+            found = payload_at(payload).transpose_rule(merge(wanted, [None] * sum(wanted), args), given)
             return [
-                (ad.Zero(x.aval) if c is None else c) if is_undefined(x) else None
-                for c, x in zip(found, args, strict=True)
+                (ad.Zero(x.aval) if c is None else c) if is_wanted else None
+                for c, x, is_wanted in zip(found, args, wanted, strict=True)
             ]
 
         def batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, payload: Any, **params: Any) -> Any:
             if all(d is None for d in dims) and not is_named(axis):
                 values = self.bind(*args, payload=payload, **params)
                 return values, [None] * len(values)
-            return _payload(payload).batch_rule(axis, args, dims)
+            return payload_at(payload).batch_rule(axis, args, dims)
 
         def evaluate(*args: Any, payload: Any, **_: Any) -> Any:
-            return _payload(payload).evaluate_rule(*args)
+            return payload_at(payload).evaluate_rule(*args)
 
         def lower(context: Any, *args: Any, payload: Any, **_: Any) -> Any:
-            return _payload(payload).lower_rule(context, *args)
+            return payload_at(payload).lower_rule(context, *args)
 
         named_rule: Any = jvp
-        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_layer_rule.py`
+        named_rule.__fun_debug_info__ = NO_DEBUG_INFO  # see NOTE [names made once] in `_layer_rule.py`
         self.def_impl(evaluate)
         # JAX 0.12 and later call `to_lojax` to lower a jaxpr with hijax primitives, such as that of `jnp.nonzero`.
         self.to_lojax = evaluate
-        self.def_effectful_abstract_eval(lambda *_, payload, **__: _payload(payload).abstract_rule())
+        self.def_effectful_abstract_eval(lambda *_, payload, **__: payload_at(payload).abstract_rule())
         ad.primitive_jvps[self] = jvp
         ad.primitive_transposes[self] = transpose
         # Only rules in this table get the name of the batch axis, which collectives inside a layer need.
@@ -133,7 +131,7 @@ class ObjectPrimitive(Primitive):
 
     def bind(self, *args: Any, payload: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         if subfuns:
-            return self.evaluate_checked(_payload(payload), *subfuns, *args)
+            return self.evaluate_checked(payload_at(payload), *subfuns, *args)
         if type(payload) is tuple:  # the parameter of an equation, which JAX binds again
             return super().bind(*args, payload=payload, **params)
         return super().bind(*args, **self.params_of(payload))
@@ -146,23 +144,16 @@ class ObjectPrimitive(Primitive):
         return {"payload": ((key,),), "name": payload.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
 
 
-_NO_DEBUG_INFO = DebugInfo("pylayer_jax", "a rule of a primitive", None, None)
-
-
 class _PayloadHolder(DebugInfo):
     payload: Any
 
 
-def _payload(key: Any) -> Any:
+def payload_at(key: Any) -> Any:
     return key[0][0].debug_info.payload
 
 
 def payload_of(equation: Any) -> Any:
-    return _payload(equation.params["payload"]) if isinstance(equation.primitive, ObjectPrimitive) else None
-
-
-def payload_of_params(params: dict[str, Any]) -> Any:
-    return _payload(params["payload"])
+    return payload_at(equation.params["payload"]) if isinstance(equation.primitive, ObjectPrimitive) else None
 
 
 rule_function_p = ObjectPrimitive("rule_function", "call_jaxpr")
@@ -184,9 +175,6 @@ def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
 
 
 Values = list[Any]
-
-# The batch axis of each value, None for one that all examples share; or None if every batch axis is in front.
-OutDims = list[Any] | None
 
 
 class RuleFunction:
@@ -212,15 +200,14 @@ class RuleFunction:
         """Return the cotangents of the operands that are None in `args`. `jaxpr` may be batched code, or a part."""
         raise TypeError(f"{self.name} cannot be transposed.")
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
-        """Return the batched function, the values that it closes over (its first operands), and its out axes."""
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
+        """Return the batched function, and the values that it closes over, which are its first operands."""
+        if self.jaxpr is None:  # JAX can call the Python function of such an operation only once
+            return UnstagedBatch(self, axis, dims), []
         batched = BatchedFunction(self, axis, dims)
         batched.jaxpr, consts, batched.out_dims = stage(self.run_batch(axis, dims), types, self.name)
         batched.n_consts = len(consts)
-        return batched, consts, batched.out_dims
-
-    def uses_axis(self, types: Sequence[Any]) -> bool:
-        return False
+        return batched, consts
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         """Return the batched `run`: it returns the values for a batch, and the batch axis (0 or None) of each value.
@@ -268,15 +255,16 @@ class RuleFunction:
 
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         types = [typeof(x) for x in args]
-        batched, consts, out_dims = self.batch(axis, dims, types)
-        if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
+        batched, consts = self.batch(axis, dims, types)
+        out_dims = batched.out_dims
+        if out_dims != 0 and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
             return apply(self, args), out_dims
         values = apply(batched, [*consts, *args])
-        return values, [0] * len(values) if out_dims is None else out_dims
+        return values, [0] * len(values) if out_dims == 0 else out_dims
 
 
 class BatchedFunction(RuleFunction):
-    out_dims: OutDims = None
+    out_dims: Any = 0  # of each value, None for one that all examples share; or 0 for all values
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name = inner, axis, inner.name
@@ -304,11 +292,10 @@ class BatchedFunction(RuleFunction):
                 for t, d in zip(given, dims, strict=True)
             ]
             tangent_dims = [0 if d is None else d for d in dims]
-        out_dims = 0 if self.out_dims is None else self.out_dims
-        values, found = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (out_dims, 0))(
+        values, found = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))(
             list(primals[n:]), given
         )
-        if self.out_dims is None:
+        if self.out_dims == 0:
             return values, found
         # All examples share the tangent of a value that is not batched, such as a sum over the batch axis.
         pairs = zip(found, self.out_dims, strict=True)
@@ -323,9 +310,6 @@ class UnstagedBatch(BatchedFunction):
 
     def run(self, *args: Any) -> Values:
         return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
-
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
-        return UnstagedBatch(self, axis, dims), [], None
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
@@ -373,7 +357,7 @@ class LinearMap:
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
         # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.
         pairs = zip(primals[n:], tangents[n:], strict=True)
-        full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
+        full = [full_cotangent(t, typeof(p)) for p, t in pairs]
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
 
     def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:

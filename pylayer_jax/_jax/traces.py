@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.core import ShapedArray as ShapedArray
-from jax.core import Trace, Tracer, eval_context
+from jax.core import Tracer, eval_context
 from jax.core import eval_jaxpr as eval_jaxpr
 from jax.custom_derivatives import SymbolicZero as SymbolicZero
 from jax.experimental import io_callback as io_callback
@@ -118,17 +118,7 @@ FORWARD = _classes_of("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)), primal_att
 REVERSE = _classes_of(
     "jax.vjp and jax.linearize", lambda f, x: (jax.vjp(f, x), jax.linearize(f, x)), primal_attribute="primal"
 )
-PARTIAL = _classes_of("jax.linear_transpose", lambda f, x: jax.linear_transpose(f, x))  # noqa: PLW0108
-
-
-def _sharding_of_jit(x: Any) -> type[Any]:
-    (equation,) = jax.make_jaxpr(jax.jit(lambda y: y))(x).eqns
-    (sharding,) = equation.params["out_shardings"]
-    check(not isinstance(sharding, jax.sharding.Sharding), sharding)
-    return type(sharding)
-
-
-UNSPECIFIED_SHARDING = discover("the shardings of a jitted function that places nothing", _sharding_of_jit)
+PARTIAL = _classes_of("jax.linear_transpose", jax.linear_transpose)
 
 
 def _check_classes(x: Any) -> None:
@@ -166,15 +156,12 @@ def whole_batch(value: Any) -> Any:
 
 def is_unknown(value: Any) -> bool:
     """Return whether a value, or its whole batch, is unknown to a partial evaluation (`jax.linear_transpose`)."""
-    if isinstance(value, BATCHED.tracer):
-        return is_unknown(value.val)
+    value = whole_batch(value)
     return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
 
 def is_differentiated(value: Any) -> bool:
-    if isinstance(value, BATCHED.tracer):
-        return is_differentiated(value.val)
-    return isinstance(value, (FORWARD.tracer, REVERSE.tracer))
+    return isinstance(whole_batch(value), (FORWARD.tracer, REVERSE.tracer))
 
 
 def is_in_forward_mode(value: Any) -> bool:
@@ -193,26 +180,17 @@ def nothing_is_traced() -> bool:
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
-def _forwarded(method: str) -> Any:
-    return lambda self, *args, **params: getattr(self.parent_trace, method)(*args, **params)
+class PassThroughTrace:
+    """Base class of traces that wrap another trace and make no tracers.
 
+    It is no `Trace`, whose attributes it has from the parent: for example that by which flax.nnx sees whether a value
+    belongs to the current transformation, since this trace transforms nothing. tests: integrations/test_flax_nnx.py
+    """
 
-class PassThroughTrace(Trace):
-    """Base class of traces that wrap another trace and make no tracers."""
-
-    __slots__ = ("parent_trace",)
+    __slots__ = ("__weakref__", "parent_trace")
 
     def __init__(self, parent_trace: Any) -> None:
-        # `Trace.__init__` would set attributes, such as the one by which flax.nnx sees whether a value belongs to the
-        # current transformation. This trace transforms nothing, so it leaves them to `__getattr__`, as those of its
-        # parent. tests: integrations/test_flax_nnx.py
         self.parent_trace = parent_trace
-
-    # `Trace` has these methods, so `__getattr__` does not get their names.
-    process_call = _forwarded("process_call")  # jax 0.10 calls it for the known part of a checkpointed loop
-    process_custom_jvp_call = _forwarded("process_custom_jvp_call")
-    process_custom_vjp_call = _forwarded("process_custom_vjp_call")
-    stage_value = _forwarded("stage_value")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parent_trace, name)

@@ -19,16 +19,27 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from .jaxprs import is_literal, jaxpr_and_consts, stage
-from .rule_function import Rebatch, RuleFunction, Values, apply, payload_of, payload_of_params, rule_function_p, select
+from .jaxprs import jaxpr_and_consts, stage
+from .rule_function import (
+    Rebatch,
+    RuleFunction,
+    Values,
+    apply,
+    merge,
+    payload_at,
+    payload_of,
+    rule_function_p,
+    scatter,
+    select,
+)
 from .traces import (
     DebugInfo,
+    Literal,
     ShapedArray,
     Tracer,
     eval_jaxpr,
@@ -95,7 +106,7 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     """
     function, n = payload_of(equation), len(equation.outvars)
     operands = zip(equation.invars, instantiated, strict=True)
-    missing = [v for v, is_there in operands if not (is_there or is_literal(v))]
+    missing = [v for v, is_there in operands if not (is_there or isinstance(v, Literal))]
     if any(unknown):
         return None, equation, [True] * n, [True] * n, missing
     # A part of an identity would have more operands than results, so it would be no identity.
@@ -177,21 +188,22 @@ class Identity(RuleFunction):
 
     def __init__(self, types: Sequence[Any]) -> None:
         self.jaxpr = _identity_jaxpr(self.name, tuple(types))
-        self.positions: Sequence[int] = range(len(types))  # those of its operands before JAX divided it
+        self.original_positions: Sequence[int] = range(len(types))  # of its operands, before JAX divided it
 
     def of(self, types: Sequence[Any], positions: Sequence[int]) -> Identity:
         other = copy.copy(self)
-        other.jaxpr, other.positions = _identity_jaxpr(self.name, tuple(types)), positions
+        other.jaxpr, other.original_positions = _identity_jaxpr(self.name, tuple(types)), positions
         return other
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        return self.of(select([v.aval for v in self.jaxpr.outvars], used), select(self.positions, used)), list(used)
+        types = select([v.aval for v in self.jaxpr.outvars], used)
+        return self.of(types, select(self.original_positions, used)), list(used)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         return apply(self, primals), list(tangents)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return self.of(types, self.positions), [], list(dims)
+    def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+        return apply(self.of([typeof(x) for x in args], self.original_positions), args), list(dims)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
@@ -212,8 +224,8 @@ class Barrier(Identity):
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
         # The jaxpr has no barrier: in jax 0.10, all results vary if an operand does. tests: devices/test_shard_map.py
-        if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
-            return mlir.lower_fun(lambda *xs: jax.lax.optimization_barrier(xs), True)(context, *args)
+        if not all(isinstance(x, ir.Value) for x in args):  # JAX lowers some types to several values
+            return mlir.lower_fun(lambda *xs: jax.lax.optimization_barrier(xs), multiple_results=True)(context, *args)
         # `mlir.lower_fun` takes many times as many Python calls.
         values = stablehlo.OptimizationBarrierOp(args).results
         if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
@@ -249,23 +261,20 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
     """Return the values; if JAX differentiates any of them, raise the exception that `error` returns."""
     mask = [isinstance(x, Tracer) and type(x.aval) is ShapedArray and has_tangent(x) for x in values]
     traced = select(values, mask)
-    guarded = iter(apply(Guard([x.aval for x in traced], error), traced) if traced else ())
-    return [next(guarded) if is_traced else x for is_traced, x in zip(mask, values, strict=True)]
+    return merge(mask, apply(Guard([x.aval for x in traced], error), traced) if traced else (), values)
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     """Divide an `Identity` of known and unknown operands, so that JAX never transposes it for some operands."""
     known = [tracer.is_known() for tracer in tracers]
-    function = payload_of_params(params)
+    function = payload_at(params["payload"])
     if not isinstance(function, Identity) or all(known) or not any(known):
         return trace.default_process_primitive(rule_function_p, tracers, params)
-    bound: dict[bool, Any] = {}
+    unknown = [not is_known for is_known in known]
     # A known operand gets a mark too. tests: hooks/test_nesting.py::test_a_plan_leaves_what_a_scan_packs_once
     with set_current_trace(trace):
-        for kind in (True, False):
-            mask = [is_known is kind for is_known in known]
-            bound[kind] = iter(apply(function.without_unused(mask)[0], select(tracers, mask)))
-    return [next(bound[is_known]) for is_known in known]
+        parts = [apply(function.without_unused(x)[0], select(tracers, x)) for x in (known, unknown)]
+    return merge(known, parts[0], scatter(parts[1], unknown))
 
 
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval

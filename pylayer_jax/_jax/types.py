@@ -42,14 +42,8 @@ def _dtype_has_tangent(dtype: Any) -> bool:
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
-def is_set(flag: str) -> bool:
-    """Return whether a configuration flag of JAX, such as "enable_x64", is True in this thread."""
-    return getattr(jax.config, f"jax_{flag}")
-
-
 def is_nan_reported() -> bool:
-    config: Any = jax.config
-    return config.jax_debug_nans or config.jax_debug_infs
+    return jax.debug_nans.value or jax.debug_infs.value
 
 
 def unchecked(function: F) -> F:
