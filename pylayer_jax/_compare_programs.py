@@ -36,6 +36,7 @@ _BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _COUNTS: Final = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SECONDS: Final = {"µs": 1e-6, "ms": 1e-3, "s": 1}
 _MOST_TRIED: Final = 6
+_N_ROUNDED: Final = 2  # the last rows of the comparison of one function
 _NEAR: Final = 0.02
 _SECONDS_PER_ROUND: Final = 0.01  # a shorter step is repeated in each round
 
@@ -154,7 +155,7 @@ class ProgramComparison:
             why = "".join(f" The gradient of {r.name} has a NaN." for r in unusable)
             raise ValueError(f"within({memory!r}): no program fits. {row.name} takes least, {peak}: {more} more.{why}")
         if fitting[0].error is None:
-            exact = self.rows[:-2] if self._compiler is not None else fitting[:1]
+            exact = self.rows[:-_N_ROUNDED] if self._compiler is not None else fitting[:1]
             best = [r for r in fitting if r in exact] or fitting[:1]
         else:
             largest = 1e-5 + min(r.error or 0 for r in fitting)
@@ -166,7 +167,7 @@ class ProgramComparison:
         rows = self.rows
         with progress() as show:
             for _ in range(_MOST_TRIED):
-                exact = sorted(rows[1:-2], key=lambda row: row.held_bytes)
+                exact = sorted(rows[1:-_N_ROUNDED], key=lambda row: row.held_bytes)
                 held, peaks = [0, *[row.held_bytes for row in exact]], [row.peak_bytes or 0 for row in exact]
                 fitting = [i for i, peak in enumerate(peaks, 1) if peak <= memory]
                 i = fitting[-1] if fitting else 1 + peaks.index(min(peaks))
@@ -177,8 +178,8 @@ class ProgramComparison:
                 if high - low <= _NEAR * high or any(row.name == repr(pair) for row in rows):
                     return
                 row, _ = compiler.compile(*compiler.trace(repr(pair), pair(function_of(rows[0].program))))
-                rows.insert(len(rows) - 2, row)
-                _show_row(show, rows, -3)
+                rows.insert(len(rows) - _N_ROUNDED, row)
+                _show_row(show, rows, -_N_ROUNDED - 1)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw memory against operations with matplotlib, on `ax` or on new axes, and return the axes.
@@ -254,7 +255,7 @@ def compare_programs(
         under = lambda pair: compiler.trace(repr(pair), pair(function_of(loss)))
         exact = under(recompute_saved())
         limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
-        pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]  # `within` relies on the last two
+        pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]
         traced += [exact, *map(under, pairs)]
     rows: list[ComparedProgram] = []
     steps: list[Callable[[], Any]] = []

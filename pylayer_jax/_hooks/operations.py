@@ -57,12 +57,13 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        numbers = args[self.kind == "div" :] if ROWS[self.kind].keeps_numbers else ()
+        divisors = args[1:] if self.kind == "div" else args
+        numbers = divisors if ROWS[self.kind].keeps_numbers else ()
         return any(map(is_number, numbers)) or _is("keeps_nothing", self.kind, self.params)
 
 
 def _is(fact: str, name: str, params: dict[str, Any]) -> bool:
-    """Return whether a fact is true of an operation; of a jitted function, whether of all that compute tangents."""
+    """Return whether a fact is true of an operation, or of all in a jitted function whose results have tangents."""
     if name not in JITTED:
         return getattr(ROWS[name], fact)
     inner = [e for jaxpr in inner_jaxprs(params) for e in jaxpr.eqns if any(has_tangent(v.aval) for v in e.outvars)]

@@ -94,7 +94,7 @@ class Step(NamedTuple):
     is_last: bool = False  # whether no step can follow. A step with `host` is always last
     name: str = ""  # the name of a step of a chain, for messages
     rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
-    size: Callable[[Any], float] | None = None  # a type -> the bytes that its packed form takes on the device
+    size: Callable[[Any], float] | None = None  # a type -> the bytes that a plan counts for its packed form
 
 
 @dataclasses.dataclass(eq=False)

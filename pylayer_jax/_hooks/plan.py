@@ -97,7 +97,7 @@ class Keeping(NamedTuple):
 
     steps: Sequence[Step]
     roundings: frozenset[Rounding]
-    bytes: float  # on the device
+    bytes: float  # what the plan counts
 
 
 def as_it_is(v: Any) -> Keeping:

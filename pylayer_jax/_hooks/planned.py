@@ -63,13 +63,13 @@ from .pack import Origin, Pair, Place, is_selected, pack_tensor, roundings_of, s
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
 from .primitives import BODIES, JITTED, ROWS, UNKNOWN
 from .saving import (
-    Exact,
     Held,
     HookedFunction,
     Lent,
     Linearized,
     Mark,
     Pullback,
+    ReadAgain,
     SavedByRule,
     Saver,
     UnpackedTensors,
@@ -465,7 +465,7 @@ class Plan:
         return {x for v in read for x in self._inputs_of(v)}
 
     def _keeping_of(self, v: Any) -> Keeping:
-        if v in self._constants or (v in self.derivative.marks and self._marks_of(v, Exact)):
+        if v in self._constants or (v in self.derivative.marks and self._marks_of(v, ReadAgain)):
             return as_it_is(v)
         key = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if key not in self._keepings:
@@ -523,7 +523,7 @@ class Plan:
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
         """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
         derivative = self.derivative
-        is_checked, is_program = is_reported.value or is_nan_reported(), any(map(is_staged, primals))
+        is_checked = is_reported.value or is_nan_reported()
         values = {**derivative.constants, **dict(zip(derivative.inputs, primals, strict=True))}
         residual_of: dict[Any, Any] = {}
         for action in self._forward_actions:
@@ -541,7 +541,7 @@ class Plan:
         residual_of |= {v: values[v] for v in self.kept if v not in self._packed}
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
         further = self._further_residuals(values) if is_checked else []
-        is_program = is_program or any(map(is_staged, residual_of.values()))
+        is_program = any(map(is_staged, (*primals, *residual_of.values())))
         self.pair.n_recomputed[is_program] += len(self._made_residuals)
         return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
 
@@ -755,7 +755,7 @@ class Planned(HookedFunction):
             if is_tracer(residuals[i]):  # in another decorated function, which may pack or recompute it
                 types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
                 marks: list[Any] = [SavedByRule(types, is_exact=any(mark.is_exact for mark in saved))] if saved else []
-                for mark in [*marks, *([Exact(types)] if v in plan.inputs_read_again else [])]:
+                for mark in [*marks, *([ReadAgain(types)] if v in plan.inputs_read_again else [])]:
                     (residuals[i],) = apply(mark, [residuals[i]])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)

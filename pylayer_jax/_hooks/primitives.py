@@ -140,7 +140,7 @@ class Row(NamedTuple):
     is_view: bool = False  # its result has the origin of its operand, and is left unpacked where the operand is
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
-    amplifies: bool = False  # a small error of an operand can become large: of other errors it gets none
+    amplifies: bool = False  # an error of an operand can become large: it is made of exact tensors, or packed itself
     # The transpose of its derivative compares an operand, as for max pooling, or solves with it: with L and U of a
     # matrix in one array, which have very different sizes in one row. Hooks that round do not pack such an operand.
     needs_exact: bool = False
@@ -148,8 +148,8 @@ class Row(NamedTuple):
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again
     operations: int = 1  # about how many it takes for an element of the result; products and reductions take more
-    # The degree of the result, of the equation and that of an operand: (1 + e)ᵈ times as large, it makes it (1 + e)ᶜ
-    # times as large. None: the same.
+    # The degree c of the result, of the equation and the degree d of an operand: if that is (1 + e)ᵈ times as large,
+    # the result is (1 + e)ᶜ times as large. None: c is d.
     degree: Callable[[Any, float], float] | None = None
     adds_degrees: bool = False  # whether c is the sum for all operands, as of a product; else it is that of the largest
 

@@ -62,10 +62,10 @@ class SavedByRule(Mark):
         self.layer, self.is_exact = layer, is_exact
 
 
-class Exact(Mark):
-    """Marks what a decorated function gets from another one, and computes from again: kept as it is, if at all."""
+class ReadAgain(Mark):
+    """Marks what a decorated function within another one computes from again: kept as it is, if it is kept."""
 
-    name = "exact"
+    name = "read_again"
 
 
 class Lent(Mark):
