@@ -178,7 +178,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
             restored,
             differentiable=True,
             floats_only=True,
-            is_last=True,
+            is_in_host_memory=True,
             rounding=lambda _: EXACT,
             size=_size_on_host,
         )
@@ -641,7 +641,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                     f"chain: argument {number}, {hooks!r}, is a chain with only=. Pass its pairs one by one, and the "
                     "predicate to the outer chain or to one of the pairs."
                 )
-            if steps and (steps[-1].host or steps[-1].is_last):
+            if steps and (steps[-1].host or steps[-1].is_in_host_memory):
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
                     f"{hooks!r} could not pack it in a compiled program. Change the order."

@@ -12,7 +12,7 @@ from pylayer_jax._jax.traces import current_trace, is_staging, set_current_trace
 
 from .pack import Pair
 
-SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
+SUSPENDED: Final = "suspended"  # the value of `active` while hooks run, and for operations that keep nothing
 PLANNED: Final = "planned"  # the value of `active` while a function is staged for a plan, which packs its residuals
 OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts residuals without hooks
 
@@ -33,7 +33,7 @@ class Block(set[Any]):
 
     NOTE [blocks as keys]
     The current block is a part of the keys of JAX's caches, which may keep it forever. So a block drops its pair when
-    the program leaves it, and keeps only the key of the pair.
+    the program leaves it, and keeps only a hash of its key.
 
     JAX reuses a jaxpr if the current block equals the one in the key:
 
@@ -58,7 +58,7 @@ class Block(set[Any]):
         self.key_of_thread = threading.get_ident()
         if not isinstance(value, str) and not is_staging():
             self.add(self.key_of_thread)  # shared
-        self.is_loss = False  # whether a decorated function entered the block, and ran no backward pass
+        self.is_loss = False  # whether a decorated function entered the block, and no backward pass was seen
         self.n_used_before = 0 if isinstance(value, str) else value.n_used
         self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
         self.outer: Block | None = None

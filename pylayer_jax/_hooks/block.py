@@ -135,8 +135,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         (3, 2)
 
     The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation,
-    in each iteration of a traced scan. What follows from other residuals by moving values (a transpose, a broadcast) is
-    computed again. Arrays on `ctx` attributes, constants and PRNG keys are not packed.
+    in each iteration of a traced scan. What follows from other residuals by moving values (a transpose, a broadcast),
+    by negation or by a cast that widens is computed again. Arrays on `ctx` attributes, constants and PRNG keys are not
+    packed.
 
     Decorate the function that `jax.grad` gets, or put a block inside it. A decorated function is planned as a whole:
     where JAX traces or differentiates it, it is staged anew at each call, as by `jax.checkpoint`, and keeps the fewest

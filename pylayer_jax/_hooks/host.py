@@ -11,9 +11,10 @@ NOTE [held objects]
 A program reads an object once; several times if JAX moved the packing of a loop-invariant tensor out of the loop; or
 never, if `backward` does not run. So the host drops an object only in a new forward pass: when the same device puts an
 object at the same place again, those that it has read there go. One that was never read stays until the hooks are
-closed, or Python deletes the program. After an exception in a hook, the program reads nothing more of this run, so all
-objects of the store count as read. A tensor that `backward` never reads, such as the maximum that softmax subtracts,
-would leave one more object in each run. So on CPU, XLA may remove a call of the pack hook whose token no code reads.
+closed, or Python deletes the program; the place of a layer drops the oldest beyond its limit. After an exception in a
+hook, the program reads nothing more of this run, so all objects of the store count as read. A tensor that `backward`
+never reads, such as the maximum that softmax subtracts, would leave one more object in each run. So on CPU, XLA may
+remove a call of the pack hook whose token no code reads.
 tests: hooks/test_host.py
 """
 
@@ -185,8 +186,8 @@ _NO_DERIVATIVE: Final = (
 
 @functools.cache
 def _effects(name: str) -> Any:
-    # Without an effect, JAX could remove, repeat or move the call in a jaxpr. The effect of `io_callback` forbids this,
-    # but has no public name. (On CPU, XLA may still remove the call: see NOTE [held objects].)
+    # Without an effect, JAX could remove or repeat the call in a jaxpr. The effect of `io_callback` forbids this, but
+    # has no public name. (On CPU, XLA may still remove the call: see NOTE [held objects].)
     effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
     kind: Any = type(next(iter(effects)))
 

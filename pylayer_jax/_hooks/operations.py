@@ -82,7 +82,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
 
 
 def _is_differentiated_now(args: Sequence[Any], trace: Any) -> bool:
-    """Return whether JAX differentiates an operation as it runs. It can stage one with a custom rule only once."""
+    """Return whether JAX differentiates an operation as it runs."""
     examples = list(map(whole_batch, args))
     while isinstance(trace, (BATCHED.trace, FORWARD.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
@@ -132,8 +132,6 @@ class BlockTrace(PassThroughTrace):
                 return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
         if kind in JITTED or primitive is rule_function_p:
             name = params["name"]
-        elif kind == "custom_vjp_call":
-            name = params["call_jaxpr"].debug_info.func_name
         values = self._process(Operation(bind, kind, name, params, primitive), tracers)
         return values if primitive.multiple_results else values[0]
 
@@ -193,11 +191,8 @@ class BlockTrace(PassThroughTrace):
             # The keys of JAX's caches contain the active block: JAX would compile an eager operation per pair.
             with active(SUSPENDED):
                 return operation.bind(*args)
-        if (
-            operation.primitive is None
-            and operation.kind != "shard_map"
-            and _is_differentiated_now(args, self.parent_trace)
-        ):
+        is_custom_rule = operation.primitive is None and operation.kind != "shard_map"
+        if is_custom_rule and _is_differentiated_now(args, self.parent_trace):  # JAX can call its function only once
             return apply(UsersRule(operation.name, Saver(self.block.value, "", places), bind=operation.bind), args)
         planned, operands = self._planned(operation, args, places)
         if not any(has_tangent(v.aval) for v in planned.jaxpr.outvars) or _holds_block(planned.jaxpr):

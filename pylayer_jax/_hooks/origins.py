@@ -7,8 +7,8 @@
             in (e, e) } ] a
       in (c,) }
 
-`Program(jaxpr).source(c)` is the equation that computes e. Its notes say that the layer Tanh saves it as saved[0]. The
-report reads these; for plans, `Program.origin` makes an `Origin` of them.
+`Program(jaxpr, code).source(c)` is the equation that computes e. Its notes say that the layer Tanh saves it as
+saved[0]. The report reads these; for plans, `Program.origin` makes an `Origin` of them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _saved(functions: Sequence[Any], operands: Sequence[Any], results: Sequence[
 
 # -- equations -----------------------------------------------------------------------------------------------
 
-# Their result equals their operand. If both are residuals, JAX keeps two copies of one tensor.
+# Their result equals their operand.
 _IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
 
 

@@ -3,7 +3,7 @@
     residual = pack_tensor(pair, steps, x, "Tanh, saved tensor 0", info)    # x: f32[8,64]; a `Partial` of bf16[8,64]
     restored(residual)                                                      # f32[8,64]
 
-A step is a pack hook and an unpack hook. A pair has one; a pair that `chain` made has those of all its pairs.
+A step is a pack hook and an unpack hook. A pair has one, or none (`recompute_saved`); a chain has those of its pairs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,8 @@ from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, i
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, WeakTable, split
 
-from .host import pack_on_host
+from .host import HostStore, pack_on_host
 from .primitives import EXACT, UNKNOWN, Rounding
-
-if TYPE_CHECKING:
-    from .host import HostStore
 
 Hook = Callable[[Any], Any]
 
@@ -47,7 +44,7 @@ class Place(enum.Enum):
     CONSTANT = enum.auto()
     OUTSIDE = enum.auto()
     LENT = enum.auto()  # the function around a body computes it, and may pack it
-    COMPUTED = enum.auto()  # the block computes it, or the loop around a body
+    COMPUTED = enum.auto()  # the block computes it, or the loop or shard_map around a body gets it so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +54,16 @@ class Origin:
     operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
     layer: str = ""  # the class of the layer that computed the tensor, or that saved it first
     name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
-    # JAX's source information of the operation, and of the equations in it that lead to the tensor, outermost first
+    # JAX's source information of the equations that lead to the tensor, outermost first
     sources: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    block: Any = dataclasses.field(default=None, repr=False, compare=False)  # source information of the block's entry
+    block: Any = dataclasses.field(default=None, repr=False, compare=False)  # that of the decorated function's call
 
     # Other branches of a `cond` may compute the tensor: JAX keeps one array for all of them.
     others: tuple[Origin, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
-        """The functions, classes and named scopes between the block and the operation, each kind outermost first."""
+        """The functions, classes and named scopes between this call and the operation, each kind outermost first."""
         if self.block is None:
             return ()
         pairs = list(itertools.pairwise((self.block, *self.sources)))
@@ -91,7 +88,7 @@ class Step(NamedTuple):
     differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
     only: Callable[[Any, Origin], Any] | None = None  # the step does not pack an array for which `only` is False
     floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
-    is_last: bool = False  # whether no step can follow. A step with `host` is always last
+    is_in_host_memory: bool = False  # so that no step can follow, as after one with `host`
     name: str = ""  # the name of a step of a chain, for messages
     rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
     size: Callable[[Any], float] | None = None  # a type -> the bytes that a plan counts for its packed form
@@ -104,23 +101,23 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    recomputes: bool  # whether backward computes again what is cheap; else only moves, and operations of integers
+    recomputes: bool  # whether backward computes again what is cheap; else moves, `neg`, casts that widen, integers
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
-    limit: float | None = None  # the bytes that backward may keep: a decorated function is planned as a whole
+    limit: float | None = None  # the bytes that backward may keep
 
     def __post_init__(self) -> None:
         self.is_selective: bool = self.by_name is not None or bool(self.predicates())
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
-        self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
+        self.unmatched = {key for key in self.by_name or () if key is not ...}  # keys that named no kept tensor yet
         self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
 
     @property
     def moves_to_host(self) -> bool:
         """Whether a step packs on the host, or into its memory. JAX cannot batch a cond with such branches."""
-        return any(step.host or step.is_last for step in self.all_steps())
+        return any(step.host or step.is_in_host_memory for step in self.all_steps())
 
     def never_packs(self, place: Place) -> bool:
         """Return whether values from a place stay as they are."""

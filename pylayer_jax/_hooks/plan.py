@@ -6,7 +6,7 @@
     free      x, w             they come from outside
 
 Which variables are kept is a minimum cut of the `Graph` of the forward pass: of all sets from which backward can
-compute the residuals, it has the fewest bytes, and of these sets the fewest operations.
+compute the residuals, it has the fewest bytes, and of these sets the fewest operations. A limit adds both, by a price.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Graph:
         return self._keepings[v]
 
     def may_make(self, v: Any, allows_costly: bool) -> bool:
-        """Return whether backward may compute a variable again, whatever the errors of its operands."""
+        """Return whether backward may compute a variable again, as far as is known of errors."""
         e = self.maker.get(v)
         if e is None or v in self._forbidden[allows_costly] or v in self.fixed:
             return False

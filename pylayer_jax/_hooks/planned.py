@@ -5,7 +5,7 @@
     F'    F without what only residuals need; a kept tensor is packed behind the equation that makes it
     B'    B, in which a residual is made again when an equation with a cotangent first reads it
 
-A `Planned` is a `RuleFunction` of J. Its rule makes the `Plan` and runs F'; its transpose runs B'.
+A `Planned` is a `RuleFunction` of J. Its rule makes the `Plan` and runs F'; the transpose of its linear map runs B'.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class Pass(NamedTuple):
 
     jaxpr: Any  # cotangents -> cotangents of the differentiated operands; it reads variables of the forward pass
     reached: Sequence[bool]  # for each of these operands: whether it has a cotangent
-    dependent: set[Any]  # the variables that depend on cotangents
-    equations: Sequence[Any]
+    dependent: set[Any]  # the variables that depend on cotangents, and results of effects
+    equations: Sequence[Any]  # those of dependent variables
     maker: Mapping[Any, Any]  # variable -> equation
 
 
@@ -254,7 +254,7 @@ class Derivative:
         self._passes: dict[Any, Pass] = {}
 
     def _simplified(self, jaxpr: Any, given: Mapping[Any, Any] = {}) -> tuple[Any, Marks]:
-        """Return a jaxpr without calls of jitted functions and without marks. It reads `given` variables of another."""
+        """Return a jaxpr with opened jitted functions, and its marks. It reads `given` variables of another."""
         equations, marks = list[Any](), Marks()
         computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
 
@@ -350,7 +350,7 @@ class Action(NamedTuple):
 
     code: Any = None  # a jaxpr
     restored: Sequence[Any] = ()  # in staged code behind a barrier with the cotangents that are `bound`
-    bound: Sequence[Any] = ()  # in a forward pass: the tensors to pack, each behind a barrier with its packed form
+    bound: Sequence[Any] = ()  # in a forward pass: the tensors to round or to pack
     dropped: Sequence[Any] = ()  # what no later action reads: eager code would hold it until the pass ends
 
 
@@ -381,7 +381,8 @@ class Plan:
     ) -> None:
         """`places`: of the operands."""
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
-        self.pair, self._price = pair, price = around.pair, around.price
+        pair = self.pair = around.pair
+        self._price = around.price
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, *JITTED)]
@@ -390,14 +391,14 @@ class Plan:
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
         free = {v for v, place in place_of.items() if pair.never_packs(place)}
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
-        self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose by origin, by type
+        self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair has no predicate, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
         lent = {v for v in free if place_of[v] is Place.LENT}
         self.graph = Graph(derivative, pair, free, lent, self._keeping_of, self._fixed(free))
-        self.kept, self.made = self.graph.choose(price)
+        self.kept, self.made = self.graph.choose(self._price)
         self._made_residuals = [v for v in readers if v in self.made]
         self.free = [v for v in self._missing(readers)[1] if v in self.graph.free]
         if pair.unmatched:
@@ -412,7 +413,7 @@ class Plan:
         self._to_round = {v for v in own if v.aval.dtype.itemsize < 4 and jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
     def _fixed(self, free: Collection[Any]) -> dict[Any, Keeping]:
-        """Return what has to be kept: what rules of users save, what a transpose compares, what is marked."""
+        """Return what has to be kept: what rules save, a transpose compares, `only` excludes, or a mark holds."""
         found, residuals = dict[Any, Keeping](), self.derivative.readers
 
         def fix(v: Any, is_exact: bool) -> None:
@@ -491,7 +492,7 @@ class Plan:
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
     def bytes_at(self, price: float) -> float:
-        return sum(self.bytes_by_type(price).values())
+        return self.bytes_by_type(price).total()
 
     def bytes_by_type(self, price: float) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
@@ -680,7 +681,7 @@ def rounded(x: Any) -> Any:
 
 
 class Planned(HookedFunction):
-    """A decorated function that is planned as a whole, or the body of a loop in it."""
+    """A decorated function that is planned as a whole, a body in it, or one operation of a `with` block."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ Backward may compute max(x, y) again if x and y are exact, or have an error rela
 the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
 too: their maximum may have a smaller range, so that its own packing would be finer. Without a limit, never computed
 again: products and convolutions, which cost too much; reductions, whose results are small; comparisons of floats and
-all else that decides, since XLA rounds differently in another fusion; slices, gathers and what else communicates along
-a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
+all else that decides, since XLA rounds differently in another fusion; gathers, slices of what is computed, and what
+else communicates along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ UNKNOWN: Final = Rounding(Error.UNKNOWN)
 
 
 # How far a value is from kept tensors, whose errors it has.
-SAME: Final = 0  # it is computed from tensors that the same operation keeps, without a large factor
+SAME: Final = 0  # it is computed from tensors that the same operation keeps
 OTHER: Final = 1  # from tensors that another operation keeps, without a large factor
-STEEP: Final = 2  # an error may be enlarged
+STEEP: Final = 2  # from such tensors, where a factor may enlarge an error
 
 
 class Operand(NamedTuple):
@@ -78,7 +78,7 @@ class Operand(NamedTuple):
 
 
 def is_steep(name: str, operands: Sequence[Operand]) -> bool:
-    """Return whether a `mul` or `div` has an exact array as a factor, or enlarges by a number more than 2."""
+    """Return whether a `mul` or `div` has an exact factor that varies in a row, or enlarges by more than 2."""
     factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact and not x.is_uniform]
     if not factors:
         return False
@@ -146,7 +146,7 @@ class Row(NamedTuple):
     needs_exact: bool = False
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
-    costs: bool = False  # only a limit lets backward compute it again
+    costs: bool = False  # only a limit lets backward compute it again, unless it is a view of what comes from outside
     operations: int = 1  # about how many it takes for an element of the result; products and reductions take more
     # The degree c of the result, of the equation and the degree d of an operand: if that is (1 + e)ᵈ times as large,
     # the result is (1 + e)ᶜ times as large. None: c is d.
@@ -180,9 +180,8 @@ def _rows() -> dict[str, Row]:
     return {
         **row("broadcast_in_dim copy iota reshape squeeze transpose", of_rows, is_move=True, **view),
         **row("name stop_gradient", everywhere, is_move=True, **view),
-        **row("pcast", **view),
         **row("pvary", everywhere, is_move=True, **view),
-        **row("device_put sharding_constraint", **view),
+        **row("device_put pcast sharding_constraint", **view),
         # A slice, and a reversal, communicate along a sharded axis.
         **row("rev slice split unstack", **view, costs=True),
         **row("dynamic_slice", is_view=True, costs=True),

@@ -1,7 +1,7 @@
 """What layers, and rules of users, save for backward: marked for a plan, or packed as it is saved.
 
     in a decorated function   a plan keeps or packs what a `SavedByRule` marks, and computes it again by moves only
-    in a `with` block         each tensor is packed when the layer or rule has run, and nothing is computed again
+    in a `with` block         each tensor is packed when the layer, or a rule that JAX differentiates now, has run
 
 Rules of users may compare two tensors that they saved, and XLA rounds the same formula differently in another fusion.
 """
@@ -69,7 +69,7 @@ class ReadAgain(Mark):
 
 
 class Lent(Mark):
-    """Marks what a function computes and bodies in it read: a plan around them keeps it, if their plans need it."""
+    """Marks what a function computes and bodies in it read: if these leave it, the plan around them keeps it."""
 
     name = "lent"
 
@@ -127,7 +127,7 @@ class PackedTensors(NamedTuple):
 
 
 class UnpackedTensors:
-    """The tensors that a layer or a rule keeps, each unpacked when first read; in staged code, after the cotangents."""
+    """Kept tensors, each unpacked when a layer, rule or plan first reads it; in staged code, after the cotangents."""
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._residuals, self._arrays = residuals, arrays
@@ -175,7 +175,7 @@ class Saver:
     layer: str = ""
     places: Sequence[Place] = ()  # of the inputs
     is_exact: bool = False  # whether tensors stay as they are if hooks would round them
-    is_in_jit: bool = False  # whether a jitted function in the block applies the layer: the plan of that one packs
+    is_in_jit: bool = False  # whether a jit or `jax.vmap` in the block applies it: where it is staged, a plan packs
 
     def save(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]

@@ -25,7 +25,7 @@ import jax
 
 from .jaxprs import NO_DEBUG_INFO, evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
 from .traces import DebugInfo, Jaxpr, Primitive, ad, batching, current_trace, is_batched, is_named, mlir
-from .types import batched_type, full_cotangent, has_tangent, tangent_type, typeof, types_of, with_varying_axes
+from .types import batched_type, full_cotangent, has_tangent, tangent_type, typeof, types_of
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -169,9 +169,7 @@ def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: A
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """Move the batch axis of `value` from `dim` to the front, or repeat `value` if `dim` is None."""
-    moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
-    # A shared value does not vary over the mesh axes of `spmd_axis_name`, but the batch has to.
-    return moved if dim is not None else with_varying_axes(moved, batched_type(axis, typeof(value)))
+    return vmap_over(axis, lambda x: x, (dim,), 0)(value)
 
 
 Values = list[Any]
