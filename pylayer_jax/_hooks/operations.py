@@ -57,8 +57,8 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        divisors = args[1:] if self.kind == "div" else args
-        numbers = divisors if ROWS[self.kind].keeps_numbers else ()
+        factors = args[1:] if self.kind == "div" else args
+        numbers = factors if ROWS[self.kind].keeps_numbers else ()
         return any(map(is_number, numbers)) or _is("keeps_nothing", self.kind, self.params)
 
 
@@ -70,7 +70,7 @@ def _is(fact: str, name: str, params: dict[str, Any]) -> bool:
     return all(_is(fact, e.primitive.name, e.params) for e in inner)
 
 
-def _has_reverse_mode(operation: Operation, args: Sequence[Any]) -> bool:
+def _may_keep_residuals(operation: Operation, args: Sequence[Any]) -> bool:
     kinds = {type(whole_batch(x)) for x in args}
     is_differentiated = REVERSE.tracer in kinds
     # In reverse-over-forward mode (`jax.grad` of a function that calls `jax.jvp`), JAX keeps tensors only for a second
@@ -187,7 +187,7 @@ class BlockTrace(PassThroughTrace):
         closes_over_ref = any(not isinstance(v.aval, ShapedArray) for jaxpr in inner for v in jaxpr.constvars)
         if closes_over_ref or any(map(_holds_block, inner)):
             return operation.bind(*args)
-        if not _has_reverse_mode(operation, args) or operation.keeps_nothing(args):
+        if not _may_keep_residuals(operation, args) or operation.keeps_nothing(args):
             # The keys of JAX's caches contain the active block: JAX would compile an eager operation per pair.
             with active(SUSPENDED):
                 return operation.bind(*args)

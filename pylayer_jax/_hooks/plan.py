@@ -148,7 +148,7 @@ class Graph:
         self._forbidden = {False: set[Any](), True: set[Any]()}
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
-        self.numbers = {e.outvars[0]: e.invars[0].val for e in casts if isinstance(e.invars[0], Literal)}
+        self.number_of_cast = {e.outvars[0]: e.invars[0].val for e in casts if isinstance(e.invars[0], Literal)}
         # An error of these may become large, so backward makes none of them from other rounded tensors.
         amplifying = [e for e in self.jaxpr.eqns if ROWS[e.primitive.name].amplifies or _is_call(e)]
         self.amplified = {x for e in amplifying for x in self._read[id(e)]}
@@ -341,7 +341,7 @@ class Graph:
         own, steep = self._operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
         return [
             Operand(
-                a.val if isinstance(a, Literal) else self.numbers.get(a, a),
+                a.val if isinstance(a, Literal) else self.number_of_cast.get(a, a),
                 frozenset(x.degrees),
                 SAME if own in x.operations or not x.roundings else steep if x.steep else OTHER,
                 x.by,
@@ -404,4 +404,4 @@ def cost_of(e: Any) -> float:
         return 2 * size * _size(kernel) / kernel[numbers.rhs_spec[0]]
     if name.startswith("reduce_") or name in ("cumsum", "argmax"):
         return sum([_size(x.aval.shape) for x in e.invars])
-    return size * ROWS[name].operations
+    return size * ROWS[name].per_element

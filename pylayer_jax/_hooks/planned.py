@@ -119,11 +119,6 @@ def _is_held(equation: Any, index: int) -> bool:
 # -- the staged function -----------------------------------------------------------------------------------
 
 
-_PRICES: Final = 1e-2, 1e6  # the lowest and the highest that a limit may lead to
-_N_TRIES: Final = 13  # bisections of a price
-_MOST_PLANS: Final = 4  # for a limit; the last one is at the highest price
-
-
 class Surroundings(NamedTuple):
     """What a body in a decorated function knows of it."""
 
@@ -236,7 +231,7 @@ class Derivative:
     def __init__(self, run: Callable[..., Values], types: Sequence[Any], nonzero: Sequence[bool], name: str) -> None:
         def forward(*args: Any) -> tuple[list[Any], Any]:
             vjp = Vjp(name)
-            values, residuals = vjp.residuals(run, args, nonzero)
+            values, residuals = vjp.linearize(run, args, nonzero)
             return [*values, *residuals], vjp
 
         with active(PLANNED):
@@ -365,6 +360,11 @@ def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[A
         found.append(action._replace(code=code, dropped=[v for v in made.union(read) if v not in live]))
         live = (live - made).union(read)
     return found[::-1]
+
+
+_PRICES: Final = 1e-2, 1e6  # the lowest and the highest that a limit may lead to
+_N_TRIES: Final = 13  # bisections of a price
+_MOST_PLANS: Final = 4  # for a limit; the last one is at the highest price
 
 
 class Plan:
@@ -548,11 +548,12 @@ class Plan:
 
     @functools.cached_property
     def _forward_actions(self) -> list[Action]:
-        actions, equations = list[Action](), list[Any]()
-        for e in [None, *self.forward_equations]:
-            equations += [e] if e else []
-            computed = e.outvars if e else self.derivative.forward.invars
-            if bound := [v for v in computed if v in self._packed or v in self._to_round]:
+        is_bound = {*self._packed, *self._to_round}.__contains__
+        actions = [Action(bound=list(filter(is_bound, self.derivative.forward.invars)))]
+        equations = list[Any]()
+        for e in self.forward_equations:
+            equations.append(e)
+            if bound := list(filter(is_bound, e.outvars)):
                 actions += [Action(jaxpr_of(equations)), Action(bound=bound)]
                 equations = []
         kept = [v for v in self.kept if v not in self._packed]
@@ -605,8 +606,8 @@ class Plan:
         forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
         deviation, and does not fuse it into each operation that reads it.
         """
-        own_constants = self.derivative.constants.keys() - set(self.derivative.forward.invars)
-        known = {*backward.dependent, *own_constants}
+        constants_of_backward = self.derivative.constants.keys() - set(self.derivative.forward.invars)
+        known = {*backward.dependent, *constants_of_backward}
         actions, equations = list[Action](), list[Any]()
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in known]
         for e in [*backward.equations, None]:
@@ -752,8 +753,9 @@ class Planned(HookedFunction):
             plans_bodies = not any(map(is_differentiated, primals))
             plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
-        for i, v in enumerate(plan.free if active.value is PLANNED and not self.around.within else ()):
-            if is_tracer(residuals[i]):  # in another decorated function, which may pack or recompute it
+        is_nested = active.value is PLANNED and not self.around.within  # in another decorated function
+        for i, v in enumerate(plan.free):
+            if is_nested and is_tracer(residuals[i]):  # that one may pack or recompute it
                 types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
                 marks: list[Any] = [SavedByRule(types, is_exact=any(mark.is_exact for mark in saved))] if saved else []
                 for mark in [*marks, *([ReadAgain(types)] if v in plan.inputs_read_again else [])]:

@@ -105,7 +105,7 @@ _within: Condition = lambda _, xs: all(x.is_exact or x.distance == SAME for x in
 _near: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
 _near_one: Condition = lambda e, xs: _near(e, xs) and _of_one(e, xs)
 _of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
-_by_exact: Condition = lambda _, xs: not xs[1].moves_range
+_by_one_per_row: Condition = lambda _, xs: not xs[1].moves_range
 _moves_range_once: Condition = lambda _, xs: sum([x.moves_range for x in xs]) <= 1
 _square_or_within: Condition = lambda e, xs: e.params["y"] == 2 or (e.params["y"] > 0 and _within(e, xs))
 
@@ -147,7 +147,9 @@ class Row(NamedTuple):
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again, unless it is a view of what comes from outside
-    operations: int = 1  # about how many it takes for an element of the result; products and reductions take more
+    per_element: int = (
+        1  # about how many operations it takes for an element of the result; products and reductions take more
+    )
     # The degree c of the result, of the equation and the degree d of an operand: if that is (1 + e)ᵈ times as large,
     # the result is (1 + e)ᶜ times as large. None: c is d.
     degree: Callable[[Any, float], float] | None = None
@@ -192,7 +194,7 @@ def _rows() -> dict[str, Row]:
         **row("reduce_and reduce_max reduce_min reduce_or", costs=True),
         **row("bitcast_convert_type random_fold_in random_seed random_unwrap random_wrap", costs=True),
         **row("shift_left shift_right_arithmetic shift_right_logical", costs=True),
-        **row("random_bits threefry2x32", costs=True, operations=100),
+        **row("random_bits threefry2x32", costs=True, per_element=100),
         **row("neg", everywhere, keeps_nothing=True),
         **row("add add_any sub", sums, keeps_nothing=True),
         **row(
@@ -201,18 +203,18 @@ def _rows() -> dict[str, Row]:
             keeps_numbers=True,
             adds_degrees=True,
         ),
-        **row("div", elementwise(_by_exact), keeps_numbers=True, amplifies=True, adds_degrees=True),
+        **row("div", elementwise(_by_one_per_row), keeps_numbers=True, amplifies=True, adds_degrees=True),
         **row("square", elementwise(_always), degree=lambda _, d: 2 * d),
         **row("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
         # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
         **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
         **row("abs clamp max min select_n", elementwise(_within)),
-        **row("logistic", elementwise(_of_formula), operations=10),
-        **row("erf tanh", elementwise(_of_formula), operations=10, degree=lambda _, d: min(d, 1)),
-        **row("cbrt", elementwise(), operations=10),
-        **row("rsqrt sqrt", elementwise(), operations=10, amplifies=True, degree=lambda _, d: d / 2),
-        **row("exp exp2 expm1 log log1p pow", only_exact, operations=10, amplifies=True),
-        **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, operations=10),
+        **row("logistic", elementwise(_of_formula), per_element=10),
+        **row("erf tanh", elementwise(_of_formula), per_element=10, degree=lambda _, d: min(d, 1)),
+        **row("cbrt", elementwise(), per_element=10),
+        **row("rsqrt sqrt", elementwise(), per_element=10, amplifies=True, degree=lambda _, d: d / 2),
+        **row("exp exp2 expm1 log log1p pow", only_exact, per_element=10, amplifies=True),
+        **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, per_element=10),
         **row("and not or xor", of_integers),
         **row("eq ge gt le lt ne", of_integers, decides=True),
         **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),

@@ -122,8 +122,11 @@ class PackedTensors(NamedTuple):
     @property
     def owners(self) -> list[int]:
         """For each array: the index of the first tensor that backward restores from it."""
-        pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in tree_leaves(residual)]
-        return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
+        found: dict[int, int] = {}
+        for owner, residual in enumerate(self.residuals):
+            for i in tree_leaves(residual):
+                found.setdefault(i, owner)
+        return [found[i] for i in sorted(found)]
 
 
 class UnpackedTensors:
@@ -280,7 +283,7 @@ class UsersRule(HookedFunction):
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         vjp = Vjp(self.name)
         with contextlib.nullcontext() if self._saver.pair is None else active(SUSPENDED):
-            values, residuals = vjp.residuals(self.run, primals, nonzero)
+            values, residuals = vjp.linearize(self.run, primals, nonzero)
         owner = f"the operation {self.name}, residual"
         packed, arrays, values = self._saver.save(owner, (), primals, residuals, values)
 
@@ -319,7 +322,7 @@ class Vjp:
         self._name = name
         self.nonzero: list[bool] = []  # for each value: whether it has a tangent
 
-    def residuals(
+    def linearize(
         self, run: Callable[..., Values], primals: Sequence[Any], nonzero: Sequence[bool]
     ) -> tuple[Values, list[Any]]:
         """Differentiate a function. Return its values, and the residuals."""
