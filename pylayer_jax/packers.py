@@ -79,8 +79,8 @@ class _ReadyPair(saved_tensors_hooks):
         only: Only | None,
     ) -> None:
         key = *settings, bool(recompute), bool(arguments), key_of(only)
-        hooks = unchecked(step.pack), unchecked(step.unpack)
-        step = step._replace(pack=hooks[0], unpack=hooks[1], only=predicate(type(self).__name__, only))
+        condition = predicate(type(self).__name__, only)
+        step = step._replace(pack=unchecked(step.pack), unpack=unchecked(step.unpack), only=condition)
         self._set_up(owner, key, [step], recomputes=bool(recompute), packs_arguments=bool(arguments))
 
 

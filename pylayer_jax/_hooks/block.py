@@ -256,8 +256,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             is_first, is_first_call = is_first_call, False  # JAX answers further calls of a compiled step from a cache
             if not nothing_is_traced():
                 return self._planned(function, args, kwargs)
-            self._check_enabled()
             has_block = not self._pair.needs_plan
+            if not has_block:
+                self._check_enabled()
             watch = BackwardWatch()
             with self if has_block else contextlib.nullcontext():
                 with set_current_trace(watch) if is_first else contextlib.nullcontext():

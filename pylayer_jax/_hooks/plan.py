@@ -358,9 +358,12 @@ class Graph:
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
 
+        if None in conditions:
+            return {v}
+
         def is_allowed(ignores_steep: bool) -> bool:
             judged = self._operands(e, operands, ignores_steep)
-            return all(condition is not None and condition(e, judged) for condition in conditions)
+            return all(condition(e, judged) for condition in conditions if condition)
 
         if is_allowed(ignores_steep=False):
             return None

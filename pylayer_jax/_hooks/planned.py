@@ -548,12 +548,12 @@ class Plan:
 
     @functools.cached_property
     def _forward_actions(self) -> list[Action]:
-        is_bound = {*self._packed, *self._to_round}.__contains__
-        actions = [Action(bound=list(filter(is_bound, self.derivative.forward.invars)))]
+        changed = self._packed | self._to_round
+        actions = [Action(bound=[v for v in self.derivative.forward.invars if v in changed])]
         equations = list[Any]()
         for e in self.forward_equations:
             equations.append(e)
-            if bound := list(filter(is_bound, e.outvars)):
+            if bound := [v for v in e.outvars if v in changed]:
                 actions += [Action(jaxpr_of(equations)), Action(bound=bound)]
                 equations = []
         kept = [v for v in self.kept if v not in self._packed]

@@ -147,9 +147,7 @@ class Row(NamedTuple):
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again, unless it is a view of what comes from outside
-    per_element: int = (
-        1  # about how many operations it takes for an element of the result; products and reductions take more
-    )
+    per_element: int = 1  # about how many operations an element of the result takes; products and reductions: more
     # The degree c of the result, of the equation and the degree d of an operand: if that is (1 + e)ᵈ times as large,
     # the result is (1 + e)ᶜ times as large. None: c is d.
     degree: Callable[[Any, float], float] | None = None

@@ -98,7 +98,8 @@ class ObjectPrimitive(Primitive):
         def transpose(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
             given = [None if type(c) is ad.Zero else c for c in cotangents]
             wanted = list(map(ad.is_undefined_primal, args))  # the operands that need a cotangent
-            found = payload_at(payload).transpose_rule(merge(wanted, [None] * sum(wanted), args), given)
+            known = [None if is_wanted else x for x, is_wanted in zip(args, wanted, strict=True)]
+            found = payload_at(payload).transpose_rule(known, given)
             return [
                 (ad.Zero(x.aval) if c is None else c) if is_wanted else None
                 for c, x, is_wanted in zip(found, args, wanted, strict=True)

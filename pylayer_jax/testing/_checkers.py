@@ -175,11 +175,12 @@ class LayerReport:
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
         differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
         mismatched = [row for row in failed if isinstance(row.error, MismatchError)]
+        is_in_tuple = self.has_only_a_tuple and not self.rows[0].passed
+        at_other_values = any(" for other values (" in row.message for row in mismatched)
+        is_nonlinear = any(row.name == "linear" for row in mismatched)
         communicates = any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed)
         hints = {
-            "check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.": (
-                self.has_only_a_tuple and not self.rows[0].passed
-            ),
+            "check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.": is_in_tuple,
             "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
             "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args).": communicates,
             "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
@@ -192,11 +193,10 @@ class LayerReport:
             "perhaps\nskip=['second order']. Does it compute in a narrower dtype by NumPy? Then pass "
             "float64=False.": differ,
             "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
-            "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2).": any(
-                " for other values (" in row.message for row in mismatched
-            ),
+            "converges?\nThen check a function that makes them, as in lambda a: "
+            "Layer.apply((a + a.T) / 2).": at_other_values,
             "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "
-            "skip=['linear'].": any(row.name == "linear" for row in mismatched),
+            "skip=['linear'].": is_nonlinear,
         }
         return [hint for hint, applies in hints.items() if applies]
 
