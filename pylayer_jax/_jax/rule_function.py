@@ -201,9 +201,9 @@ class RuleFunction:
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
         """Return the batched function, and the values that it closes over, which are its first operands."""
-        if self.jaxpr is None:  # JAX can call the Python function of such an operation only once
-            return UnstagedBatch(self, axis, dims), []
         batched = BatchedFunction(self, axis, dims)
+        if self.jaxpr is None:  # JAX can call the Python function of such an operation only once
+            return batched, []
         batched.jaxpr, consts, batched.out_dims = stage(self.run_batch(axis, dims), types, self.name)
         batched.n_consts = len(consts)
         return batched, consts
@@ -256,25 +256,28 @@ class RuleFunction:
         types = [typeof(x) for x in args]
         batched, consts = self.batch(axis, dims, types)
         out_dims = batched.out_dims
-        if out_dims != 0 and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
+        if out_dims != 0 and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis():
             return apply(self, args), out_dims
         values = apply(batched, [*consts, *args])
         return values, [0] * len(values) if out_dims == 0 else out_dims
 
 
 class BatchedFunction(RuleFunction):
-    out_dims: Any = 0  # of each value, None for one that all examples share; or 0 for all values
+    out_dims: Any = 0  # of each value, None for one that all examples share; 0 for all values if it is not staged
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # batch axes of the operands of the inner function
 
-    def uses_axis(self, types: Sequence[Any]) -> bool:
+    def run(self, *args: Any) -> Values:
+        if self.jaxpr is None:
+            return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
+        return evaluate_jaxpr(self.jaxpr, *args)
+
+    def uses_axis(self) -> bool:
         # An axis may be used although no operand or value is batched, as in `jax.lax.psum` of a shared number. But
         # batching removes the effect of a collective, or its equation if it has no effect (`jax.lax.ppermute`).
         inner, batched = self.inner.jaxpr, self.jaxpr  # before and after batching
-        if inner is None:
-            inner = stage(lambda *args: (self.inner.run(*args), None), types, self.name)[0]
         return outside_effects(inner) != outside_effects(batched) or operations(inner) != operations(batched)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -302,13 +305,6 @@ class BatchedFunction(RuleFunction):
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.inner.transpose(jaxpr, args, cotangents)
-
-
-class UnstagedBatch(BatchedFunction):
-    """A batched function that is not staged, with batch axis 0 for every value."""
-
-    def run(self, *args: Any) -> Values:
-        return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:

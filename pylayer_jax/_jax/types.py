@@ -123,8 +123,8 @@ def _from_numpy(tensor: Any) -> jax.Array:
     return with_type(array, typeof(tensor)) if isinstance(tensor, (int, float, complex)) else array
 
 
-def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
-    mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
+def batched_type(axis: Any, aval: Any) -> Any:
+    mapped = unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis)
     # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples, so the batch
     # varies over these axes. The scalar only serves to read the `manual_axis_type`.
     own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
