@@ -32,7 +32,7 @@ from ._jax.types import (
     types_of,
     unboxed,
     varying_axes,
-    with_varying_axes,
+    varying_over,
     zeros_of,
 )
 from ._messages import describe, innermost, plural, source_of
@@ -393,4 +393,4 @@ def coerce(
             f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {name}); or make "
             f"the argument vary before the layer gets it: jax.lax.pcast(argument, {name}, to='varying')."
         )
-    return with_varying_axes(value, aval)
+    return varying_over(varying_axes(aval), value)

@@ -33,7 +33,7 @@ import numpy as np
 
 from pylayer_jax._jax.host_call import HostFunction, host_call_p
 from pylayer_jax._jax.traces import ShapedArray, io_callback
-from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import manual_axes, typeof, varying_axes, varying_over
 from pylayer_jax._messages import hint
 from pylayer_jax._trees import WeakTable
 
@@ -155,7 +155,7 @@ def pack_on_host(
         (value,), device = call_on_host(
             store, name, run, [result], [operand], effects=_effects(name), no_derivative=_NO_DERIVATIVE
         )
-        return with_varying_axes(value, typeof(device))
+        return varying_over(varying_axes(typeof(device)), value)
 
     def put(device: Any, array: Any) -> list[Any]:
         token = new_number()

@@ -147,10 +147,6 @@ def varying_over(axes: frozenset[Any], value: jax.Array) -> jax.Array:
     return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
 
 
-def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
-    return varying_over(varying_axes(aval), value)
-
-
 def manual_axes() -> tuple[Any, ...]:
     """Return the mesh axes of the enclosing shard_maps, along which each device has its own shard."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -184,7 +180,7 @@ def with_type(value: jax.Array, aval: Any) -> jax.Array:
     """Return `value` with the weak type, the varying axes and the explicit sharding of the type `aval`."""
     if typeof(value) == aval:
         return value
-    value = with_varying_axes(value, aval)
+    value = varying_over(varying_axes(aval), value)
     if isinstance(value, Tracer) and typeof(value).sharding != aval.sharding and not aval.sharding.mesh.empty:
         value = jax.sharding.reshard(value, aval.sharding)
     if typeof(value).weak_type != aval.weak_type:  # no public function sets the weak type of an array
