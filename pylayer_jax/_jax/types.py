@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ def types_of(values: Sequence[Any]) -> list[Any]:
     """Return `[typeof(x) for x in values]`, at a third of the Python calls: a tracer has its type at hand."""
     return [x.aval if isinstance(x, Tracer) else typeof(x) for x in values]
 
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # "V" is the kind of bfloat16, float8 and int4 in ml_dtypes
 _NOT_IN_JAX: Final = frozenset((np.void, np.record, np.longdouble, np.clongdouble))  # np.void: structured arrays
@@ -46,7 +44,7 @@ def is_nan_reported() -> bool:
     return jax.debug_nans.value or jax.debug_infs.value
 
 
-def unchecked(function: F) -> F:
+def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper that runs `function`, which is not user code, without JAX's checks for NaN and infinity."""
 
     @functools.wraps(function)
@@ -56,7 +54,7 @@ def unchecked(function: F) -> F:
         with jax.debug_nans(False), jax.debug_infs(False):
             return function(*args)
 
-    return cast(F, run)
+    return run
 
 
 def is_array(value: object) -> bool:
