@@ -143,7 +143,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
             f"{call_of_apply(layer)}. forward is a static method, whose first parameter takes the context: "
             "forward(ctx, ...). Only a pylayer_jax.Function with setup_context(ctx, inputs, output) does without."
         ) from None
-    if layer._has_setup_context():
+    if layer._forward_and_setup is not None:
         bound.apply_defaults()
     values = bound.args[1:]  # without the context, also if it is `args[0]` of a `forward(*args)`
     names = [*declared.names, *(f"{declared.rest}[{i}]" for i in range(len(values) - len(declared.names)))]
@@ -187,7 +187,7 @@ def _declared(layer: Any) -> _Declared:
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         counts_without_bind = range(0)
-    elif layer._has_setup_context():  # which gets the defaults too
+    elif layer._forward_and_setup is not None:  # which gets the defaults too
         counts_without_bind = range(len(parameters) - 1, len(plain) + 1)
     else:
         counts_without_bind = range(sum(p.default is kinds.empty for p in plain), len(plain) + 1)

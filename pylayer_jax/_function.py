@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -97,7 +97,6 @@ class Function(PyLayer):
     complex_convention = "paddle"  # torch has the same convention
     _context_class = FunctionCtx
     _torch_convention = True
-    _forward_and_setup: ClassVar[Callable[..., Any]]  # a forward(ctx, ...) that calls forward and setup_context
 
     if TYPE_CHECKING:  # type checkers then accept a `forward` with or without a context
 
@@ -106,7 +105,8 @@ class Function(PyLayer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls._has_setup_context():
+        cls._forward_and_setup = None
+        if cls.setup_context is not Function.setup_context and cls.forward is not PyLayer.forward:
             signature = signature_of(cls.forward)
             if "ctx" in signature.parameters:
                 raise TypeError(
@@ -123,14 +123,6 @@ class Function(PyLayer):
         an output that is also an input may be saved: as the input.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
-
-    @classmethod
-    def _has_setup_context(cls) -> bool:
-        return cls.setup_context is not Function.setup_context and cls.forward is not PyLayer.forward
-
-    @classmethod
-    def _forward_with_ctx(cls) -> Callable[..., Any]:
-        return cls._forward_and_setup if cls._has_setup_context() else cls.forward
 
 
 def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> Callable[..., Any]:

@@ -239,6 +239,7 @@ class PyLayer:
     host_vmap: ClassVar[Literal["sequential", "broadcast"]] = "sequential"
     generate_vmap_rule: ClassVar[bool] = False
     _context_class: ClassVar[type[PyLayerContext]] = PyLayerContext
+    _forward_and_setup: ClassVar[Any] = None  # of a `Function` with setup_context: a forward(ctx, ...) that calls both
     _torch_convention: ClassVar[bool] = False  # whether cotangents and gradients have entries for statics too
 
     if not TYPE_CHECKING:  # hidden from type checkers, which then report calls such as Tanh(x)
@@ -257,11 +258,7 @@ class PyLayer:
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
-        return cls.forward
-
-    @classmethod
-    def _has_setup_context(cls) -> bool:
-        return False
+        return cls._forward_and_setup or cls.forward
 
     @classmethod
     def _has_backward(cls) -> bool:
