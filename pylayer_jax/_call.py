@@ -14,16 +14,7 @@ import jax.numpy as jnp
 
 from . import _host_layer
 from ._arguments import Arguments, argument_tangents, match_gradients, match_tangents
-from ._context import (
-    ContextState,
-    ForwardResult,
-    Outputs,
-    PyLayerContext,
-    ResidualTree,
-    SavedContext,
-    backward_context,
-    keep,
-)
+from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, SavedContext, backward_context, keep
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array, is_tensor
@@ -170,7 +161,7 @@ class LayerCall:
         ]
         if all(c is None for c in cotangents):
             return [None] * len(arguments.types)
-        ctx = self._backward_context(kept, kept.saved, residual, needs)
+        ctx = self._backward_context(kept, residual, needs)
         if layer.host == "forward":
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
@@ -203,15 +194,16 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        ctx = self._backward_context(kept, kept.saved_for_jvp or kept.saved, residual, needs)
+        ctx = self._backward_context(kept, residual, needs, for_jvp=True)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
             result = self.layer.jvp(ctx, *given)
         return match_tangents(result, kept.outputs, self.name)
 
     def _backward_context(
-        self, kept: SavedContext, saved: ResidualTree | None, residual: Callable[[int], Any], needs: Sequence[bool]
+        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], for_jvp: bool = False
     ) -> Any:
+        saved = (for_jvp and kept.saved_for_jvp) or kept.saved
         return backward_context(
             self.layer._context_class,
             self.name,
