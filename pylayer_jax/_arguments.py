@@ -19,7 +19,6 @@ import numpy as np
 
 from ._context import Outputs
 from ._jax.types import (
-    as_array,
     as_arrays,
     has_tangent,
     is_array,
@@ -33,7 +32,6 @@ from ._jax.types import (
     unboxed,
     varying_axes,
     varying_over,
-    zeros_of,
 )
 from ._messages import describe, innermost, plural, source_of
 from ._trees import LEAF, Skeleton, has_changed, split
@@ -311,15 +309,6 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
         if method not in methods:
             warnings.warn_explicit(text, UserWarning, *place)  # raises at each call if warnings are errors
             methods.add(method)
-
-
-def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
-    """Return one pytree of tangents per argument for `jvp`, or None for an argument without tensors."""
-    full = [
-        zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and materialize else as_array(t, a)
-        for t, a in zip(tangents, arguments.types, strict=True)
-    ]
-    return arguments.per_argument(full)
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from . import _host_layer
-from ._arguments import Arguments, argument_tangents, match_gradients, match_tangents
+from ._arguments import Arguments, match_gradients, match_tangents
 from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, SavedContext, backward_context, keep
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
-from ._jax.types import as_array, is_array, is_tensor
+from ._jax.types import as_array, has_tangent, is_array, is_tensor, tangent_type, zeros_of
 from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of, tensors_in
 from ._trees import Skeleton, contains, split
 
@@ -195,9 +195,12 @@ class LayerCall:
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
         ctx = self._backward_context(kept, residual, needs, for_jvp=True)
-        given = argument_tangents(self.arguments, tangents, kept.materialize)
+        full = [
+            zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and kept.materialize else as_array(t, a)
+            for t, a in zip(tangents, self.arguments.types, strict=True)
+        ]
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):
-            result = self.layer.jvp(ctx, *given)
+            result = self.layer.jvp(ctx, *self.arguments.per_argument(full))
         return match_tangents(result, kept.outputs, self.name)
 
     def _backward_context(
