@@ -197,7 +197,13 @@ def hint(error: Exception, layer: str, method: str) -> str:
             "@once_differentiable."
         )
     if isinstance(error, AttributeError):
-        return _hint_for_attribute(error)
+        owner, name = error.obj, error.name or ""
+        module = owner.__name__.partition(".")[0] if isinstance(owner, types.ModuleType) else ""
+        is_numeric = module in ("jax", "numpy") or is_tensor(owner) or isinstance(owner, jax.Array)
+        if name == "saved_variables" or (is_numeric and name in _IN_JAX):
+            return f"{name} is of torch or Paddle. In JAX: {_IN_JAX[name]}."
+        if is_numeric and name.endswith("_") and not name.startswith("_"):
+            return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
     if isinstance(error, TypeError):
         if "does not support item assignment" in str(error) or "immutable" in str(error):
             return "Arrays never change in place: y = x.at[i].set(value)."
@@ -210,17 +216,6 @@ def hint(error: Exception, layer: str, method: str) -> str:
         for name in ("view", "flatten", "transpose"):  # in JAX these take other arguments
             if f"_{name}" in called or f"_{name}()" in str(error):
                 return f"x.{name} takes other arguments in JAX. In JAX: {_IN_JAX[name]}."
-    return ""
-
-
-def _hint_for_attribute(error: AttributeError) -> str:
-    owner, name = error.obj, error.name or ""
-    module = owner.__name__.partition(".")[0] if isinstance(owner, types.ModuleType) else ""
-    is_numeric = module in ("jax", "numpy") or is_tensor(owner) or isinstance(owner, jax.Array)
-    if name == "saved_variables" or (is_numeric and name in _IN_JAX):
-        return f"{name} is of torch or Paddle. In JAX: {_IN_JAX[name]}."
-    if is_numeric and name.endswith("_") and not name.startswith("_"):
-        return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
     return ""
 
 
