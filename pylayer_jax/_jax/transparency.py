@@ -25,18 +25,7 @@ from typing import Any
 import jax
 
 from .jaxprs import jaxpr_and_consts, stage
-from .rule_function import (
-    Rebatch,
-    RuleFunction,
-    Values,
-    apply,
-    merge,
-    payload_at,
-    payload_of,
-    rule_function_p,
-    scatter,
-    select,
-)
+from .rule_function import RuleFunction, Values, apply, merge, payload_at, payload_of, rule_function_p, scatter, select
 from .traces import (
     DebugInfo,
     Literal,
@@ -155,7 +144,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         return [False] * len(equation.invars), None
     if isinstance(function, WaitingBarrier) or not function.is_divisible:
         return all_operands, equation
-    if not isinstance(function, (Identity, PartialFunction, Rebatch)):
+    if not hasattr(function, "without_unused"):
         function = PartialFunction(function, function.jaxpr, 0, range(len(used)))
     part, is_read = function.without_unused(used)
     invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
