@@ -111,12 +111,8 @@ class ObjectPrimitive(Primitive):
                 return values, [None] * len(values)
             return payload_at(payload).batch_rule(axis, args, dims)
 
-        def evaluate(*args: Any, payload: Any, **_: Any) -> Any:
-            return payload_at(payload).evaluate_rule(*args)
-
-        def lower(context: Any, *args: Any, payload: Any, **_: Any) -> Any:
-            return payload_at(payload).lower_rule(context, *args)
-
+        evaluate = lambda *args, payload, **_: payload_at(payload).evaluate_rule(*args)
+        lower = lambda context, *args, payload, **_: payload_at(payload).lower_rule(context, *args)
         named_rule: Any = jvp
         named_rule.__fun_debug_info__ = NO_DEBUG_INFO  # see NOTE [names made once] in `_layer_rule.py`
         self.def_impl(evaluate)
