@@ -108,8 +108,7 @@ def once_differentiable(backward: Method) -> Method:
         # Guard the inputs of `backward`: for its outputs, the error would come after host code in it has run.
         ctx = args[first]
         state = ctx._state
-        inputs = state.read_saved(), dict(vars(ctx)), args[first + 1 :]
-        tensors, skeleton = split(inputs)
+        tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
         saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
         ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
@@ -156,7 +155,6 @@ class Apply(classmethod):
 
     def __init__(self, method: Any) -> None:
         super().__init__(method.__func__)
-        self._code = method.__func__.__code__
         self._name = f"_bound_{method.__func__.__qualname__}"  # unique, since an override may call this `apply`
 
     @overload
@@ -166,11 +164,10 @@ class Apply(classmethod):
     @overload
     def __get__(self, instance: Any, owner: type[_Layer[P, R]]) -> Callable[P, R]: ...
     def __get__(self, instance: Any, owner: Any) -> Any:
-        bound = owner.__dict__.get(self._name)
+        bound, shared = owner.__dict__.get(self._name), self.__func__
         # A class that is made from the attributes of another, as in unpickling, has the bound method of that one.
-        if bound is not None and bound.__self__ is owner and bound.__func__.__code__ is self._code:
+        if bound is not None and bound.__self__ is owner and bound.__func__.__code__ is shared.__code__:
             return bound
-        shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
         # `inspect.signature` reads `forward(ctx, x)` from here, and shows `(x)`, because `apply` is a bound method.
