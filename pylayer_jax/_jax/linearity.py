@@ -125,8 +125,7 @@ for _name in (
     "unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
 ):  # fmt: skip
     _RULES[_name] = lambda equation, operands: _sum(equation.primitive.name, operands)
-for _name in ("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"):
-    _RULES[_name] = _product
+_RULES.update(dict.fromkeys(("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"), _product))
 for _name, _positions in (
     ("div", (0,)), ("dynamic_slice", (0,)), ("dynamic_update_slice", (0, 1)), ("scatter-add", (0, 2)),
     ("scatter-mul", (0,)), ("scatter-sub", (0, 2)), ("select_and_gather_add", (0,)), ("select_and_scatter_add", (0,)),
