@@ -75,7 +75,6 @@ from ._jax.types import (
     has_tangent,
     is_ref,
     tangent_type,
-    typeof,
     types_of,
     varying_axes,
     varying_over,
@@ -373,7 +372,7 @@ def _stage_forward(
         positions = [position[id(x)] for x in residuals]
         if axes_of_output:
             values = [varying_over(axes_of_output.get(i, frozenset()), x) for i, x in enumerate(values)]
-            kept.outputs.types = [typeof(x) for x in values[: len(outputs)]]
+            kept.outputs.types = types_of(values[: len(outputs)])
         return values, (kept, positions)
 
     return stage(forward, tensor_types, call.source, call.arguments.tensor_names())
@@ -388,7 +387,7 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     vary, was reduced by `forward`, and stays the same. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
-    for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
+    for axis in {axis for v in jaxpr.invars for axis in varying_axes(v.aval)}:
         inputs = [v for v in jaxpr.invars if axis in varying_axes(v.aval)]
         if not any(has_tangent(v.aval) for v in inputs):
             continue
@@ -415,7 +414,7 @@ class EagerLayer(RuleFunction):
             is_concrete = not any(map(is_tracer, primals))
             run = self.call.run_on_values(primals, [t is not None for t in tangents]) if is_concrete else None
         if run is None:
-            staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
+            staged, consts = stage_layer(self.call, types_of(primals), primals)
             n = staged.n_outputs
             values, found = staged.differentiate([*consts, *primals], [*[None] * len(consts), *tangents], packs)
             return values[:n], found[:n]
@@ -423,7 +422,7 @@ class EagerLayer(RuleFunction):
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
         staged, consts = stage_layer(self.call, self.call.arguments.types)
-        all_dims, all_types = [*[None] * len(consts), *dims], [*map(typeof, consts), *types]
+        all_dims, all_types = [*[None] * len(consts), *dims], [*types_of(consts), *types]
         batched, more = staged.packing().batch(axis, all_dims, all_types)
         return batched, [*more, *consts]
 

@@ -249,8 +249,7 @@ class RuleFunction:
         return self.transpose(self.jaxpr, args, cotangents)
 
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
-        types = [typeof(x) for x in args]
-        batched, consts = self.batch(axis, dims, types)
+        batched, consts = self.batch(axis, dims, types_of(args))
         out_dims = batched.out_dims
         if out_dims != 0 and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis():
             return apply(self, args), out_dims
@@ -347,8 +346,7 @@ class LinearMap:
 
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
         # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.
-        pairs = zip(primals[n:], tangents[n:], strict=True)
-        full = [full_cotangent(t, typeof(p)) for p, t in pairs]
+        full = [full_cotangent(t, typeof(p)) for p, t in zip(primals[n:], tangents[n:], strict=True)]
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
 
     def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
