@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pack import Step, key_of, restored
+from ._hooks.pack import Hook, Step, key_of, restored
 from ._hooks.primitives import EXACT, ROWS, Error, Rounding
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, has_tangent, shard_counts, unchecked
@@ -82,10 +82,12 @@ class _ReadyPair(saved_tensors_hooks):
         condition = predicate(type(self).__name__, only)
         step = step._replace(pack=unchecked(step.pack), unpack=unchecked(step.unpack), only=condition)
         self._set_up(owner, key, [step], recomputes=bool(recompute), packs_arguments=bool(arguments))
+def _step_to_host(pack: Hook, unpack: Hook, **options: Any) -> Step:
+    # Of two tensors of one size, a plan keeps that on the host.
+    size = lambda x: 0.99 * _n_bytes(x)
+    return Step(pack, unpack, floats_only=True, rounding=lambda _: EXACT, size=size, **options)
 
 
-def _size_on_host(x: Any) -> float:
-    return 0.99 * _n_bytes(x)  # of two tensors of one size, keep that on the host
 
 
 def _n_bytes(x: Any) -> float:
@@ -173,15 +175,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return Partial(_to_device if x.committed else np.asarray, _to_host(x))
             return np.asarray(x)
 
-        step = Step(
-            move,
-            restored,
-            differentiable=True,
-            floats_only=True,
-            is_in_host_memory=True,
-            rounding=lambda _: EXACT,
-            size=_size_on_host,
-        )
+        step = _step_to_host(move, restored, differentiable=True, is_in_host_memory=True)
         super().__init__(save_on_cpu, (bool(pin_memory),), step, recompute, arguments, only)
 
 
@@ -545,7 +539,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     ) -> None:
         path = os.path.abspath(directory)
         save = functools.partial(_File, _Folder(path))
-        step = Step(save, _File.restored, host=True, floats_only=True, rounding=lambda _: EXACT, size=_size_on_host)
+        step = _step_to_host(save, _File.restored, host=True)
         super().__init__(save_on_disk, (path,), step, recompute, arguments, only)
 
 
