@@ -40,7 +40,7 @@ from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, has_tangent, shard_counts, unchecked
 from ._messages import bytes_of
 
-Only = Callable[..., Any]
+Only = Callable[..., Any] | None  # the argument `only` of a pair
 
 __all__ = [
     "by_name",
@@ -70,28 +70,22 @@ class _ReadyPair(saved_tensors_hooks):
         return super().__new__(cls, *args, **kwargs)
 
     def __init__(
-        self,
-        owner: type[Any],
-        settings: tuple[Any, ...],  # two pairs with equal settings are equal
-        step: Step,
-        recompute: bool,
-        arguments: bool,
-        only: Only | None,
+        self, owner: type[Any], settings: tuple[Any, ...], step: Step, recompute: bool, arguments: bool, only: Only
     ) -> None:
-        key = *settings, bool(recompute), bool(arguments), key_of(only)
+        key = *settings, bool(recompute), bool(arguments), key_of(only)  # pairs with equal keys are equal
         condition = predicate(type(self).__name__, only)
         step = step._replace(pack=unchecked(step.pack), unpack=unchecked(step.unpack), only=condition)
         self._set_up(owner, key, [step], recomputes=bool(recompute), packs_arguments=bool(arguments))
-def _step_to_host(pack: Hook, unpack: Hook, **options: Any) -> Step:
-    # Of two tensors of one size, a plan keeps that on the host.
-    size = lambda x: 0.99 * _n_bytes(x)
-    return Step(pack, unpack, floats_only=True, rounding=lambda _: EXACT, size=size, **options)
-
-
 
 
 def _n_bytes(x: Any) -> float:
     return math.prod(x.shape) * (1 / 8 if x.dtype == np.bool_ else x.dtype.itemsize)
+
+
+def _step_to_host(pack: Hook, unpack: Hook, **options: Any) -> Step:
+    # Of two tensors of one size, a plan keeps that on the host.
+    size = lambda x: 0.99 * _n_bytes(x)
+    return Step(pack, unpack, floats_only=True, rounding=lambda _: EXACT, size=size, **options)
 
 
 class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -131,7 +125,7 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             flax.nnx may, or gets a `jax.Ref`.
     """
 
-    def __init__(self, *, arguments: bool = False, only: Only | None = None, limit: float | str | None = None) -> None:
+    def __init__(self, *, arguments: bool = False, only: Only = None, limit: float | str | None = None) -> None:
         n_bytes = None if limit is None else bytes_of(limit, "recompute_saved")
         self._set_up(
             recompute_saved,
@@ -162,7 +156,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
     """
 
     def __init__(
-        self, pin_memory: bool = False, *, recompute: bool = True, arguments: bool = False, only: Only | None = None
+        self, pin_memory: bool = False, *, recompute: bool = True, arguments: bool = False, only: Only = None
     ) -> None:
         def move(x: Any) -> Any:
             if is_tracer(x):
@@ -213,7 +207,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """
 
     def __init__(
-        self, dtype: Any = jnp.bfloat16, *, recompute: bool = True, arguments: bool = False, only: Only | None = None
+        self, dtype: Any = jnp.bfloat16, *, recompute: bool = True, arguments: bool = False, only: Only = None
     ) -> None:
         narrow = dtype
         with contextlib.suppress(TypeError):  # it is no dtype
@@ -287,7 +281,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         *,
         recompute: bool = True,
         arguments: bool = False,
-        only: Only | None = None,
+        only: Only = None,
     ) -> None:
         if bits not in (8, 4):
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
@@ -530,12 +524,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        recompute: bool = True,
-        arguments: bool = False,
-        only: Only | None = None,
+        self, directory: str | os.PathLike[str], *, recompute: bool = True, arguments: bool = False, only: Only = None
     ) -> None:
         path = os.path.abspath(directory)
         save = functools.partial(_File, _Folder(path))
@@ -617,7 +606,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         ValueError: for a pair in the wrong place, a `by_name`, a pair with a limit, or a chain with `only`.
     """
 
-    def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
+    def __init__(self, *pairs: saved_tensors_hooks, only: Only = None) -> None:
         if not pairs:
             raise TypeError("chain takes one pair of hooks or more, got none.")
         given: Any = pairs
