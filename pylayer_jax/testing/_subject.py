@@ -25,7 +25,7 @@ import numpy as np
 
 from pylayer_jax._jax.jaxprs import all_equations, stage
 from pylayer_jax._jax.traces import is_tracer
-from pylayer_jax._jax.types import has_tangent, is_key, is_tensor
+from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._report import function_of, type_of
 from pylayer_jax._trees import split
 
@@ -100,11 +100,6 @@ class TensorFunction:
 
         return jax.vjp(run, self.values, has_aux=True)[2]
 
-    def run_changed(self, change: Callable[[Any], Any]) -> None:
-        """Run with each argument changed."""
-        with contextlib.suppress(Exception):  # the function may raise an error for other arguments
-            self.function(*self.skeleton.fill(list(map(change, self.tensors)), change))
-
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
         return lambda *values: {k: y for k, y in enumerate(self.outputs(values)) if k in positions}
 
@@ -132,15 +127,6 @@ class TensorFunction:
         where = " of the gradient" if order > 1 else ""
         names = [*self.value_names, *(f"cotangent[{k}]{where}" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
-
-
-# Functions that change arguments of one type. Scalar arrays stay unchanged.
-CHANGES: tuple[Callable[[Any], Any], ...] = (
-    lambda x: 0.75 * x if type(x) is float else x,
-    lambda x: x + 1 if type(x) is int else x,
-    lambda x: not x if type(x) is bool else x,
-    lambda x: jnp.concatenate([x, x]) if is_tensor(x) and x.ndim > 0 else x,
-)
 
 
 def tensor_function(
