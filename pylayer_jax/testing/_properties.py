@@ -43,9 +43,9 @@ from ._subject import (
     TensorFunction,
     exact,
     first_line,
-    first_mismatch,
     gathered,
     largest,
+    mismatch_of,
     named_outputs,
     placed,
     random_like,
@@ -307,7 +307,7 @@ def _compare_gradients(subject: Subject) -> Cases:
     yield from wide_cases
     outputs, gradients = named_outputs(subject.outputs), subject.named_gradients
     # The outputs in float64 of a function that draws random numbers differ by more than rounding errors.
-    if wide is None or first_mismatch([subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs))]):
+    if wide is None or mismatch_of(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs))):
         yield from _numerical_cases(subject)
         return sentence
     label = f" in {', '.join(dict.fromkeys(str(x.dtype) for x in subject.function.values))}"
@@ -428,7 +428,7 @@ def directional_cases(
             direction = exact(random_like(gradient, rng))
             label = f"{name} along a random direction over all {entries.size} entries"
             whole = case_along(label, j, entries, direction, noise)
-            if first_mismatch([whole]):
+            if mismatch_of(whole):
                 index = _worst_entry(lambda part: case_along(label, j, entries, part, noise), direction)  # noqa: B023
                 unit = np.zeros_like(direction)
                 unit[index] = 1
@@ -616,7 +616,7 @@ def check_cotangents(subject: Subject) -> Cases:
 
 def check_linear(subject: Subject) -> Cases:
     cases = _linearity_cases(subject, subject.function, subject.cotangents)
-    mismatch = first_mismatch(cases)
+    mismatch = next(filter(None, map(mismatch_of, cases)), None)
     if mismatch is not None and subject.reference is not None:
         reference_cases = _linearity_cases(subject, subject.reference, jax.tree.map(gathered, subject.cotangents))
         for case, reference_case in zip(cases, reference_cases, strict=True):

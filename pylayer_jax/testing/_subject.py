@@ -252,10 +252,6 @@ def mismatch_of(case: Case) -> MismatchError | None:
     return None
 
 
-def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
-    return next(filter(None, map(mismatch_of, cases)), None)
-
-
 def exact(x: Any) -> np.ndarray:
     if is_key(x):
         x = jax.random.key_data(x)
