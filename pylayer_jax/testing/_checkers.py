@@ -83,9 +83,7 @@ def check_layer(
             f"check_layer: an argument holds a jax.Ref, whose state would differ between the many runs of "
             f"{name_of(layer)} that are compared. Check its gradient: gradcheck(lambda x: Layer.apply(ref, x), (x,))."
         )
-    expected = (
-        None if reference is None else tensor_function("check_layer", reference, args, kwargs, on_one_device=True)
-    )
+    expected = None if reference is None else tensor_function("check_layer", reference, args, kwargs)
     skip = [skip] if isinstance(skip, str) else skip
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
@@ -339,7 +337,7 @@ def assert_equivalent(
 
 
 def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[int], options: Options) -> None:
-    expected = None if reference is None else tensor_function(checker, reference, args, on_one_device=True)
+    expected = None if reference is None else tensor_function(checker, reference, args)
     subject = Subject(tensor_function(checker, fun, args), expected, options)
     for order in range(max(orders) + 1):
         if order > 1:

@@ -129,9 +129,7 @@ class TensorFunction:
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
 
 
-def tensor_function(
-    checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
-) -> TensorFunction:
+def tensor_function(checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> TensorFunction:
     call = function_of(function)
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
@@ -150,7 +148,7 @@ def tensor_function(
             f"{checker}: none of the arguments holds an array of floating-point or complex numbers, so that there is "
             "no gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."
         )
-    return result.with_tensors(list(map(gathered, result.tensors))) if on_one_device else result
+    return result
 
 
 def name_of(function: Any) -> str:
@@ -301,14 +299,16 @@ class Subject:
     def __init__(
         self, function: TensorFunction, reference: TensorFunction | None, options: Options, base: Subject | None = None
     ) -> None:
-        self.function, self.reference, self.options, self.base = function, reference, options, base
+        self.function, self.options, self.base = function, options, base
+        # A reference runs on one device.
+        self.reference = reference and reference.with_tensors(list(map(gathered, reference.tensors)))
         self.not_taken: str | None = None  # of a root: the branches that no value takes; None before a check
         self.order: int = 1 if base is None else base.order + 1
 
     @functools.cached_property
     def derivative(self) -> Subject:
         w = self.cotangents
-        reference = self.reference and self.reference.gradient_function(jax.tree.map(gathered, w), self.order)
+        reference = self.reference and self.reference.gradient_function(w, self.order)
         return Subject(self.function.gradient_function(w, self.order), reference, self.options, self)
 
     @property
@@ -318,7 +318,7 @@ class Subject:
     def at(self, values: Sequence[Any], options: Options) -> Subject:
         if self.base is not None:
             return self.base.at(values, options).derivative
-        reference = self.reference and self.reference.with_values(list(map(gathered, values)))
+        reference = self.reference and self.reference.with_values(values)
         return Subject(self.function.with_values(values), reference, options)
 
     @functools.cached_property
