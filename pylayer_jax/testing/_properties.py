@@ -90,8 +90,9 @@ def _also_at_other_values(
     accepted, refusals = {"": given}, list[str]()  # accepted: the values by description
     for group in groups:
         for description, values, other_options in group:
-            cases, refusal = _cases_at(subject, values, description, other_options, compare_with)
-            yield from cases
+            cases, refusal = _cases_at(subject, values, other_options, compare_with)
+            for case in cases:
+                yield dataclasses.replace(case, label=f"{case.label} for other values ({description})")
             if cases:
                 accepted[description.removesuffix(" the given ones")] = values
                 break
@@ -105,11 +106,7 @@ def _also_at_other_values(
 
 
 def _cases_at(
-    subject: Subject,
-    values: Sequence[Any],
-    description: str,
-    options: Options,
-    compare_with: Callable[[Subject], Cases],
+    subject: Subject, values: Sequence[Any], options: Options, compare_with: Callable[[Subject], Cases]
 ) -> tuple[list[Case], str]:
     """Return the cases at `values` and "", or [] and the reason why the function refuses these values."""
     try:
@@ -121,8 +118,7 @@ def _cases_at(
         )
         if finite != other_finite:
             return [], "it has outputs that are not finite"
-        label = f" for other values ({description})"
-        return [dataclasses.replace(case, label=f"{case.label}{label}") for case in compare_with(other)], ""
+        return list(compare_with(other)), ""
     except Exception as error:  # a layer may raise an error for some values
         return [], f"{type(error).__name__}: {first_line(error)}"
 
