@@ -315,15 +315,13 @@ def _compare_gradients(subject: Subject) -> Cases:
 def _in_wider_dtype(subject: Subject) -> tuple[Subject | None, list[Case]]:
     """Return a copy in float64, or else in float32, and its cases; None if it casts to a narrower dtype or fails."""
     cotangents, own_epsilon = subject.cotangents, subject.epsilon  # computed outside of enable_x64
-    for dtype, complex_dtype in (jnp.float64, jnp.complex128), (jnp.float32, jnp.complex64):
+    for dtype in jnp.float64, jnp.float32:
         epsilon = float(jnp.finfo(dtype).eps)
         if epsilon >= own_epsilon or not subject.options.float64:
             break
         with jax.enable_x64(True), contextlib.suppress(Exception):  # the caller gets an error in the own dtypes too
-            values, weights = jax.tree.map(
-                lambda x, real=dtype, other=complex_dtype: x.astype(other if jnp.iscomplexobj(x) else real),
-                (subject.function.values, cotangents),
-            )
+            widen = lambda x, dtype=dtype: x.astype(np.promote_types(x.dtype, dtype))  # complex64 to complex128
+            values, weights = jax.tree.map(widen, (subject.function.values, cotangents))
             wide = Subject(subject.function.with_values(values), None, subject.options, subject.base)
             wide.cotangents = weights  # in place of random ones
             if wide.epsilon <= epsilon:
