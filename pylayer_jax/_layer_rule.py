@@ -38,7 +38,6 @@ import jax.numpy as jnp
 from ._arguments import warn_of_integer_outputs
 from ._call import LayerCall
 from ._context import ForwardResult, Outputs, SavedContext
-from ._hooks.origins import LayerFunction
 from ._hooks.saving import UnpackedTensors, held, keeps_residuals
 from ._jax.jaxprs import dependence, equations_to, evaluate_jaxpr, evaluate_part, stage, with_checkpoint_names
 from ._jax.linearity import transpose_jaxpr
@@ -200,7 +199,7 @@ class CodeMap(LinearMap):
             return list(jax.vjp(function, *primals)[1](select(cotangents, used)))
 
 
-class StagedLayer(LayerFunction):
+class StagedLayer(RuleFunction):
     """A function that evaluates the jaxpr of `forward`, with the derivative that the layer class defines.
 
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
@@ -212,7 +211,8 @@ class StagedLayer(LayerFunction):
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self._unnamed = unnamed  # without `checkpoint_name` for `saved_names`
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
-        self.name, self.layer_name = call.name, call.layer.__name__
+        self.name = call.name
+        self.layer_name = call.layer.__name__  # by which `origins` knows that this function applies a layer
         self.original: StagedLayer | None = None  # of a copy that `packing` made
         self.n_outputs = len(kept.outputs.types)
         # An output that is also an input is no source of its own: for the intermediates, it has the input's tangent.
@@ -239,6 +239,7 @@ class StagedLayer(LayerFunction):
         return [known[i] for i in self.positions]
 
     def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
+        """Return the saved values among operands and results, with their names."""
         residuals = self.residuals(operands[self.n_consts :], results)
         return list(zip(residuals, self.call.residual_names(self.kept), strict=True))
 

@@ -45,16 +45,6 @@ class ReportMark(RuleFunction):
         return apply(self, primals), [None]
 
 
-class LayerFunction(RuleFunction):
-    """Base class of the function that applies a layer."""
-
-    layer_name: str
-
-    def saved(self, operands: Sequence[Any], results: Sequence[Any]) -> list[tuple[Any, str]]:
-        """Return the saved values among operands and results, with their names."""
-        raise NotImplementedError
-
-
 def _nested_functions(equation: Any) -> list[Any]:
     """Return the function of a `rule_function` and those nested in it, outermost first."""
     functions: list[Any] = [payload_of(equation)]
@@ -157,7 +147,7 @@ class Source(NamedTuple):
 
     @property
     def layer(self) -> str:
-        return self.function.layer_name if isinstance(self.function, LayerFunction) else ""
+        return getattr(self.function, "layer_name", "")
 
     @property
     def name(self) -> str:
@@ -219,14 +209,14 @@ class Program:
                 if origin != Origin():
                     x.notes.append(Note("", origin.name, (), origin))
             results = [_new_source(v, *equations, operands=operands, packed=packed) for v in e.outvars]
-            if isinstance(function, LayerFunction):
+            if layer := getattr(function, "layer_name", ""):
                 for x, name in _saved(functions, operands, results):
-                    x.notes.append(Note(function.layer_name, name, equations))
+                    x.notes.append(Note(layer, name, equations))
             if e.primitive.name == "name":
                 operands[0].notes.append(Note("", e.params["name"], equations))
             if _returns_operands(e):
                 return _passed(operands, e.invars, e.outvars)
-            bodies = [] if isinstance(function, (LayerFunction, ReportMark)) else _bodies(e)
+            bodies = [] if layer or isinstance(function, ReportMark) else _bodies(e)
             return self._sources_of_bodies(e, bodies, operands, equations) if bodies else results
 
         known = {v: _new_source(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, inputs, strict=True))
