@@ -10,6 +10,7 @@ of it in its place. The plan knows which operands the block computed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -244,17 +245,11 @@ class BackwardWatch(PassThroughTrace):
         self.was_seen = False
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        self.was_seen = self.was_seen or _is_backward(current()) or any(map(_holds_backward, inner_jaxprs(params)))
+        inner = (e.source_info for jaxpr in inner_jaxprs(params) for e in all_equations(jaxpr))
+        sources = itertools.chain([current()], inner)
+        self.was_seen = self.was_seen or any("transpose(jvp" in str(source.name_stack) for source in sources)
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
-
-
-def _is_backward(source: Any) -> bool:
-    return "transpose(jvp" in str(source.name_stack)
-
-
-def _holds_backward(jaxpr: Any) -> bool:
-    return any(_is_backward(e.source_info) for e in all_equations(jaxpr))
 
 
 def enter_block(pair: Pair) -> Block:
