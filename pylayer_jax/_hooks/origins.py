@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +68,6 @@ def _saved(functions: Sequence[Any], operands: Sequence[Any], results: Sequence[
 
 # -- equations -----------------------------------------------------------------------------------------------
 
-# Their result equals their operand.
-_IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
-
 
 def _returns_operands(equation: Any) -> bool:
     name, params = equation.primitive.name, equation.params
@@ -81,7 +78,7 @@ def _returns_operands(equation: Any) -> bool:
         return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
     if name == "broadcast_in_dim":  # a shard_map returns a scalar residual as an array with one entry per device
         return equation.outvars[0].aval.size == 1
-    return name in _IDENTITIES
+    return name in ("name", "optimization_barrier", "pcast", "pvary", "stop_gradient")
 
 
 def _bodies(equation: Any) -> list[Any]:
