@@ -150,7 +150,8 @@ class Graph:
         casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
         self.number_of_cast = {e.outvars[0]: e.invars[0].val for e in casts if isinstance(e.invars[0], Literal)}
         # An error of these may become large, so backward makes none of them from other rounded tensors.
-        amplifying = [e for e in self.jaxpr.eqns if ROWS[e.primitive.name].amplifies or _is_call(e)]
+        is_call = lambda e: e.primitive.name not in ROWS and e.primitive.multiple_results  # of a rule or a loop
+        amplifying = [e for e in self.jaxpr.eqns if ROWS[e.primitive.name].amplifies or is_call(e)]
         self.amplified = {x for e in amplifying for x in self._read[id(e)]}
 
     def _free(self, outside: Collection[Any]) -> set[Any]:
@@ -382,10 +383,6 @@ class Graph:
 
 
 # -- facts about equations -----------------------------------------------------------------------------------
-
-
-def _is_call(e: Any) -> bool:
-    return e.primitive.name not in ROWS and e.primitive.multiple_results  # of a rule, a loop or a jitted function
 
 
 @functools.cache

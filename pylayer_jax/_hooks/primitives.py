@@ -179,8 +179,7 @@ def _rows() -> dict[str, Row]:
     }
     return {
         **row("broadcast_in_dim copy iota reshape squeeze transpose", of_rows, is_move=True, **view),
-        **row("name stop_gradient", everywhere, is_move=True, **view),
-        **row("pvary", everywhere, is_move=True, **view),
+        **row("name pvary stop_gradient", everywhere, is_move=True, **view),
         **row("device_put pcast sharding_constraint", **view),
         # A slice, and a reversal, communicate along a sharded axis.
         **row("rev slice split unstack", **view, costs=True),
