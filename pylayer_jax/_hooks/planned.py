@@ -532,7 +532,10 @@ class Plan:
                 derivative.evaluate(action.code, values)
             for v in action.bound:
                 if v in self._to_round and is_staged(values[v]):
-                    values[v] = rounded(values[v])
+                    # XLA may compute in float32: the forward pass would go on with another value than the one in
+                    # bfloat16 that is kept. tests: test_recompute.py::test_the_forward_pass_reads_what_is_kept
+                    info = jnp.finfo(v.aval.dtype)
+                    values[v] = jax.lax.reduce_precision(values[v], info.nexp, info.nmant)
                 if v in self._packed:
                     (x,) = as_arrays([values[v]])
                     packed = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
@@ -672,13 +675,6 @@ class Plan:
             elif id(e) not in order:
                 to_visit += [(v, True), *[(x, False) for x in reversed(variables(e.invars))]]
         return list(order.values()), residuals
-
-
-def rounded(x: Any) -> Any:
-    # XLA may compute in float32: the forward pass would go on with another value than the one in bfloat16 that is kept.
-    # tests: test_recompute.py::test_the_forward_pass_reads_what_is_kept
-    info = jnp.finfo(x.dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 class Planned(HookedFunction):
