@@ -169,8 +169,9 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, bodies: lis
         n_consts, n_carry = scan_counts(e)
         places[n_consts : n_consts + n_carry] = [Place.COMPUTED] * n_carry
     around = around._replace(within=(*around.within, e))
-    functions = [Planned(body, places, f"the body of a {name}", around) if body.eqns else None for body in inner]
-    codes = [_planned_body(body, function) for body, function in zip(inner, functions, strict=True)]
+    is_planned = [bool(body.eqns) for body in inner]
+    functions = [Planned(body, places, f"the body of a {name}", around) for body in select(inner, is_planned)]
+    codes = list(map(as_parameter, merge(is_planned, map(_planned_body, functions), inner)))
     changed = {
         "scan": {"jaxpr": codes[0]},
         "cond": {"branches": tuple(codes)},
@@ -201,15 +202,14 @@ def _primitives_in(jaxpr: Any) -> frozenset[str]:
     return found
 
 
-def _planned_body(body: Any, function: Planned | None) -> Any:
-    """Return a jaxpr whose only equation is a planned function of this body."""
-    if function is None:
-        return as_parameter(body)
+def _planned_body(function: Planned) -> Any:
+    """Return a jaxpr whose only equation is this function of a body."""
+    body = function.jaxpr
     inputs, outputs = [Var(v.aval) for v in body.invars], [Var(v.aval) for v in body.outvars]
     like = body.eqns[0]  # has the context of the body, as the mesh of a shard_map, but its own scopes
     like = like.replace(source_info=like.source_info.replace(name_stack=type(like.source_info.name_stack)()))
     call = _application(function, like, inputs, outputs)
-    return as_parameter(body.replace(invars=inputs, outvars=outputs, eqns=[call]))
+    return body.replace(invars=inputs, outvars=outputs, eqns=[call])
 
 
 class Pass(NamedTuple):
@@ -442,7 +442,7 @@ class Plan:
     def _lent_to(self, v: Any) -> list[tuple[Plan, Any]]:
         """Return the plans of the bodies that read a variable, each with the input that gets it."""
         marks = [(mark, i) for mark, i in self.derivative.marks.get(v, ()) if isinstance(mark, Lent)]
-        plans = [(f.plan, mark.inputs[i]) for mark, i in marks for f in mark.functions if f and f.plan]
+        plans = [(f.plan, mark.inputs[i]) for mark, i in marks for f in mark.functions if f.plan]
         return [(plan, plan.derivative.inputs[i]) for plan, i in plans]
 
     def _marks_of(self, v: Any, kind: type[Any]) -> list[Any]:
@@ -503,7 +503,7 @@ class Plan:
                 found[v.aval.shape, v.aval.dtype] += int(self.graph.keeping(v).bytes)
         for equation, functions in self._bodies:
             of_body, times = Counter[Any](), equation.params.get("length", 1)
-            for plan in [function.plan for function in functions if function and function.plan]:
+            for plan in [function.plan for function in functions if function.plan]:
                 of_body |= plan.bytes_by_type(price)  # of two branches, JAX keeps one array if the types are equal
             for (shape, dtype), size in of_body.items():
                 found[(times, *shape) if times > 1 else shape, dtype] += times * size
