@@ -328,9 +328,9 @@ class Vjp:
         """Differentiate a function. Return its values, and the residuals."""
 
         def gated(*args: Any) -> Values:
-            given = apply(_Gate([typeof(x) for x in args], self, True), args)
+            given = apply(_Gate([typeof(x) for x in args], self._note_reached), args)
             values = run(*merge(nonzero, given, primals))
-            values = apply(_Gate([typeof(x) for x in values], self, False), values)
+            values = apply(_Gate([typeof(x) for x in values], self._drop_missing), values)
             # Not those of an outer derivative. tests: test_an_inner_derivative_that_reaches_nothing
             self.nonzero = [is_tracer(x) and x._trace is args[0]._trace for x in values]
             return values
@@ -346,8 +346,8 @@ class Vjp:
         pullback: Any = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
         pairs = zip(scatter(cotangents, self.nonzero), self.value_types, strict=True)
         full = [full_cotangent(c, t) for c, t in pairs]
-        call, logs = _Call(frozenset([i for i, c in enumerate(cotangents) if c is None]), set()), None
-        token = _calls.set({**_calls.get({}), self: call})
+        missing, reached, logs = {i for i, c in enumerate(cotangents) if c is None}, set[int](), None
+        token = _calls.set({**_calls.get({}), self: (missing, reached)})
         try:
             if hasattr(pullback, "with_logs"):
                 found, logs = pullback.with_logs(full)
@@ -360,18 +360,21 @@ class Vjp:
                 f"the backward of the operation {self._name} returns the logs {sorted(map(str, logs))}, which a block "
                 "of hooks would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
             )
-        return [x if i in call.reached else None for i, x in enumerate(found)]
+        return [x if i in reached else None for i, x in enumerate(found)]
+
+    def _note_reached(self, _: Any, cotangents: Sequence[Any]) -> Values:
+        _, reached = _calls.get({}).get(self, (set(), set()))  # an outer derivative may come here too
+        reached.update(i for i, c in enumerate(cotangents) if c is not None)
+        return list(cotangents)
+
+    def _drop_missing(self, _: Any, cotangents: Sequence[Any]) -> Values:
+        missing, _ = _calls.get({}).get(self, (set(), set()))
+        return [None if i in missing else c for i, c in enumerate(cotangents)]
 
 
-class _Call(NamedTuple):
-    """One call of a vjp function: which of the values with a tangent have no cotangent, and which arguments get one."""
-
-    missing: frozenset[int]
-    reached: set[int]
-
-
-# The calls that run: several threads may call one vjp function, and one call may lead to another.
-_calls: Final[contextvars.ContextVar[dict[Vjp, _Call]]] = contextvars.ContextVar("calls")
+# The calls that run: several threads may call one vjp function, and one call may lead to another. A call knows which of
+# the values with a tangent have no cotangent, and which arguments get one.
+_calls: Final[contextvars.ContextVar[dict[Vjp, tuple[set[int], set[int]]]]] = contextvars.ContextVar("calls")
 
 
 class _Gate(Identity):
@@ -383,29 +386,17 @@ class _Gate(Identity):
 
     name = "gate"
 
-    def __init__(self, types: Sequence[Any], vjp: Vjp, is_entry: bool) -> None:
+    def __init__(self, types: Sequence[Any], transpose: Callable[..., Values]) -> None:
         super().__init__(types)
-        self._vjp, self._is_entry = vjp, is_entry
+        self._transpose = transpose
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]
         given = select(tangents, nonzero)
-        return list(primals), scatter(apply_linear(_GateMap(self._vjp, self._is_entry, given), [], given), nonzero)
+        linear = _GateMap(self.name, 0, list(map(typeof, given)), self._transpose)
+        return list(primals), scatter(apply_linear(linear, [], given), nonzero)
 
 
-class _GateMap(LinearMap):
-    name = "gate"
-    n_residuals = 0
-
-    def __init__(self, vjp: Vjp, is_entry: bool, tangents: Sequence[Any]) -> None:
-        self._vjp, self._is_entry, self.types = vjp, is_entry, list(map(typeof, tangents))
-
+class _GateMap(Pullback):
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         return list(tangents)
-
-    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        call = _calls.get({}).get(self._vjp, _Call(frozenset(), set()))  # an outer derivative may come here too
-        if self._is_entry:
-            call.reached.update(i for i, c in enumerate(cotangents) if c is not None)
-            return list(cotangents)
-        return [None if i in call.missing else c for i, c in enumerate(cotangents)]
