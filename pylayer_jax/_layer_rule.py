@@ -159,12 +159,9 @@ class LayerMap(LinearMap):
 
     def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
         """Return a function of an index, which unpacks a tensor when `backward` first reads it."""
-        if self.packed is None:
-            return residuals.__getitem__
-        n_arrays, n_saved = self.packed.n_arrays, self.kept.n_saved
         # XLA waits for the cotangents.
-        unpacked = UnpackedTensors(self.packed.residuals, residuals[:n_arrays], cotangents)
-        return lambda i: unpacked[i] if i < n_saved else residuals[n_arrays + i - n_saved]
+        found = residuals if self.packed is None else UnpackedTensors(self.packed, residuals, cotangents)
+        return found.__getitem__
 
 
 class CodeMap(LinearMap):
@@ -445,15 +442,20 @@ def linearize(
     n = kept.n_saved
     if not any(kept.outputs.has_tangent):
         warn_of_integer_outputs(call.layer, kept.outputs, call.arguments, needs)
-    packed, owners = None, range(n)  # the index of the saved tensor to which each of the first residuals belongs
+    packed = None  # residuals with positions in `residuals` in place of arrays, if hooks have packed in a block
     if packs and call.saver is not None and n:
         names = call.residual_names(kept)
         packed, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
         residuals = [*arrays, *held(residuals[n:])]
-        owners = owners if packed is None else packed.owners
+        packed = packed and [*packed, *range(len(arrays), len(residuals))]
     if call.layer.saved_names:
         names, named = call.checkpoint_names(kept), dict[int, Any]()
-        for x, owner in zip(residuals, owners, strict=False):
+        owner_of = dict[int, int]()  # position -> the first saved tensor that backward restores from the array there
+        for i, residual in enumerate(packed[:n] if packed else range(n)):
+            for position in jax.tree_util.tree_leaves(residual):
+                owner_of.setdefault(position, i)
+        for position, owner in owner_of.items():
+            x = residuals[position]
             # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
             is_named = kept.has_names and packed is None and not contains(inputs, x)
             if names[owner] and not is_named and is_tracer(x):

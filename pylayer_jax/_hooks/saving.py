@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -113,22 +113,6 @@ def outside_blocks() -> Generator[None]:
         yield
 
 
-class PackedTensors(NamedTuple):
-    """The residuals of tensors, with positions in place of the arrays, which JAX keeps."""
-
-    residuals: Sequence[Any]
-    n_arrays: int
-
-    @property
-    def owners(self) -> list[int]:
-        """For each array: the index of the first tensor that backward restores from it."""
-        found: dict[int, int] = {}
-        for owner, residual in enumerate(self.residuals):
-            for i in tree_leaves(residual):
-                found.setdefault(i, owner)
-        return [found[i] for i in sorted(found)]
-
-
 class UnpackedTensors:
     """Kept tensors, each unpacked when a layer, rule or plan first reads it; in staged code, after the cotangents."""
 
@@ -182,8 +166,11 @@ class Saver:
 
     def save(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
-    ) -> tuple[PackedTensors | None, list[Any], list[Any]]:
-        """Return the packed tensors, None if there are none; the arrays for JAX to keep; and the outputs."""
+    ) -> tuple[list[Any] | None, list[Any], list[Any]]:
+        """Pack tensors in a block. Return their residuals, the arrays for JAX to keep, and the outputs.
+
+        The residuals have positions in place of the arrays. They are None where the arrays are the tensors themselves.
+        """
         with outside_partial_evaluation([*tensors, *outputs]):
             if active.value is PLANNED and (self.pair is None or self.is_in_jit):
                 mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
@@ -202,7 +189,7 @@ class Saver:
             residual_of = dict(zip(residual_of, bound, strict=True))
             arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
             arrays += largest({id(x): x for x in tensors if id(x) in is_packed}.values())
-            return PackedTensors(residuals, len(arrays)), held(arrays, inputs), outputs
+            return residuals, held(arrays, inputs), outputs
 
     def _packed(self, pair: Pair, x: Any, where: str, origin: Origin) -> Any:
         # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
@@ -291,7 +278,7 @@ class UsersRule(HookedFunction):
             if packed is None:
                 return vjp.gradients(residuals, cotangents)
             with outside_blocks():
-                unpacked = UnpackedTensors(packed.residuals, residuals, cotangents)
+                unpacked = UnpackedTensors(packed, residuals, cotangents)
                 return vjp.gradients(unpacked.all(), unpacked.cotangents)
 
         return values, Pullback(self.name, len(arrays), vjp.cotangent_types, transpose), arrays, vjp.nonzero
