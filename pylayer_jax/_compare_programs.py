@@ -27,11 +27,10 @@ import numpy as np
 from ._jax.jaxprs import has_equation
 from ._jax.types import has_tangent, is_tensor
 from ._messages import bytes_of, describe
-from ._report import function_of, html_table, progress, saved_tensors_report, text_table, type_of
+from ._report import function_of, html_table, new_axes, progress, saved_tensors_report, text_table, type_of
 from ._trees import split
 from .packers import cast_saved, quantize_saved, recompute_saved
 
-_Traced = tuple[Any, Callable[..., Any], int]  # name, program, bytes that it holds
 _BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _COUNTS: Final = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _SECONDS: Final = {"µs": 1e-6, "ms": 1e-3, "s": 1}
@@ -190,10 +189,7 @@ class ProgramComparison:
         if unknown := [r.name for r in self.rows if r.temp_bytes is None or r.operations is None]:
             raise ValueError(f"plot: XLA tells no memory or no operations on this backend for {', '.join(unknown)}.")
         memory, operations = [[float(getattr(r, name)) for r in self.rows] for name in ("temp_bytes", "operations")]
-        if ax is None:
-            import matplotlib.pyplot as plt
-
-            _, ax = plt.subplots(layout="constrained", figsize=(6.4, 4))
+        ax = new_axes(4) if ax is None else ax
         memory_unit, operations_unit = _unit(memory, _BYTES), _unit(operations, _COUNTS)
         for row, y, x, marker in zip(self.rows, memory, operations, itertools.cycle("osD^vP*X"), strict=False):
             label = f"{row.name} (a loop: more operations)" if row.has_loop else row.name
@@ -322,7 +318,7 @@ class _Compiler:
             "taken. Return one number, such as the sum of the squares, and no auxiliary values."
         )
 
-    def trace(self, name: Any, program: Any) -> _Traced:
+    def trace(self, name: Any, program: Any) -> tuple[Any, Callable[..., Any], int]:
         with _noted(name):
             report = saved_tensors_report(functools.partial(self._value, name, program), *self._tensors)
             return name, program, report.total_bytes

@@ -149,10 +149,7 @@ class _Place(HeldObjects):
     def gradients(
         self, needed: Sequence[bool], skeleton: Skeleton, device: np.ndarray, numbers: np.ndarray, *arrays: np.ndarray
     ) -> list[np.ndarray]:
-        """Run `backward`. Return one array per gradient that is `needed`.
-
-        `numbers` are from `hold`. `arrays` are the inputs of `forward`, and the cotangents, the tensors of `skeleton`.
-        """
+        """Run `backward` on inputs and cotangents. Return one array per gradient that is `needed`."""
         call, n = self.call, len(needed)
         is_taken, numbers = numbers[..., 0] == self.number, numbers[..., 1]
         batch = numbers.shape
@@ -323,8 +320,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         attributes = {**attributes, _NUMBER: number}
     if saved is not None:
         ctx.save_for_backward(*saved)
-    for name, value in attributes.items():
-        setattr(ctx, name, value)
+    vars(ctx).update(attributes)
     return example.skeleton.fill(values)
 
 
@@ -348,8 +344,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
         fixed = forbid_derivative(tensors, lambda: once_differentiable_error(call.layer))
-        types = [ShapedArray(t.shape, t.dtype) for t in select(call.arguments.types, needed)]
-        values, _ = _bind_host_call(call, "backward", run, types, fixed, [number])
+        values, _ = _bind_host_call(call, "backward", run, select(call.arguments.types, needed), fixed, [number])
     else:
         values = as_arrays(run(np.array(0), np.asarray(number), *map(np.asarray, tensors)))
     rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)

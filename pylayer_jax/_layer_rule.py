@@ -351,10 +351,7 @@ def stage_layer(
 def _stage_forward(
     call: LayerCall, tensor_types: Sequence[Any], axes_of_output: dict[int, frozenset[Any]]
 ) -> tuple[Any, Values, tuple[SavedContext, list[int]]]:
-    """Trace `forward` to a jaxpr that returns its outputs and intermediates. `axes_of_output`: see `_missing_axes`.
-
-    The third result are the saved context, and the positions of the residuals in [*inputs, *outputs, *intermediates].
-    """
+    """Trace `forward` to a jaxpr of outputs and intermediates. Return also the context, and where residuals are."""
     axes = frozenset[Any]().union(*axes_of_output.values())
 
     def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
@@ -385,7 +382,7 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     vary, was reduced by `forward`, and stays the same. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
-    for axis in {axis for v in jaxpr.invars for axis in varying_axes(v.aval)}:
+    for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
         inputs = [v for v in jaxpr.invars if axis in varying_axes(v.aval)]
         if not any(has_tangent(v.aval) for v in inputs):
             continue

@@ -49,6 +49,12 @@ def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: st
     return f"<table><caption>{html.escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
+def new_axes(height: float) -> Any:
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(layout="constrained", figsize=(6.4, height))[1]
+
+
 @contextlib.contextmanager
 def progress() -> Generator[Callable[[str], None]]:
     """Yield a function that shows a line until the end, in a terminal or notebook, but not in a test."""
@@ -161,10 +167,7 @@ class SavedTensorsReport:
 
     def plot(self, ax: Any = None) -> Any:
         """Draw a bar of `packed_bytes` per row with matplotlib, on `ax` or on new axes, and return the axes."""
-        if ax is None:
-            import matplotlib.pyplot as plt
-
-            _, ax = plt.subplots(layout="constrained", figsize=(6.4, 1.2 + 0.25 * len(self.rows)))
+        ax = new_axes(1.2 + 0.25 * len(self.rows)) if ax is None else ax
         names = [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in self.rows]
         ax.barh(range(len(names)), [r.packed_bytes for r in self.rows], tick_label=names)
         ax.invert_yaxis()
@@ -266,8 +269,8 @@ def _row(
     sizes = [n_parts * _size(tensor.aval) * _size(v.aval) // _size(x.aval) for v, x in kept]
     arrays = [] if source.recomputed_from else [v.aval for v, _ in kept]
     host_bytes = sum(_size(a) for a in arrays if a.memory_space == jax.memory.Space.Host)
-    told = [note.origin for note in tensor.notes if note.origin is not None and note.origin.block is not None]
-    origin = told[-1] if told else program.origin(tensor, Origin(block=entry))
+    told = [note.origin for note in tensor.notes if note.origin is not None and note.origin.entry is not None]
+    origin = told[-1] if told else program.origin(tensor, Origin(entry=entry))
     input_name = name_of_input.get(tensor.variable, "") if tensor.is_input else ""
     savers = [note for note in tensor.notes if note.layer]
     equations = savers[0].equations if savers else tensor.equations
@@ -291,7 +294,7 @@ def _row(
         packed_bytes=sum(map(_size, arrays)),
         host_bytes=host_bytes,
         # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
-        source=line_of([e.source_info for e in equations]) or line_of([o.block for o in told]),
+        source=line_of([e.source_info for e in equations]) or line_of([o.entry for o in told]),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
         is_recomputed=not arrays,
         inside=origin.inside,

@@ -37,10 +37,7 @@ class NotLinearError(TypeError):
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], values: Sequence[Any] = ()) -> str:
-    """Return why a jaxpr may be nonlinear in the inputs where `is_input` is True, or "" after a proof.
-
-    `values` has those of the first inputs, None for an unknown one.
-    """
+    """Return why a jaxpr may be nonlinear where `is_input`, or "" after a proof. `values`: of the first inputs."""
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
     if found and any(map(_is_zero, values)):  # read values only if the proof needs them

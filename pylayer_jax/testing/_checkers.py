@@ -168,15 +168,14 @@ class LayerReport:
         return html_table(["", "property", ""], rows, f"check_layer of {self.layer}") + hints
 
     def hints(self) -> list[str]:
-        failed = [row for row in self.rows if not row.passed]
-        derivatives = [row for row in failed if row.name in ("gradients", "second order")]
+        derivatives = [row for row in self.rows if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
         differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
-        mismatched = [row for row in failed if isinstance(row.error, MismatchError)]
+        mismatched = [row for row in self.rows if isinstance(row.error, MismatchError)]
         is_in_tuple = self.has_only_a_tuple and not self.rows[0].passed
         at_other_values = any(" for other values (" in row.message for row in mismatched)
         is_nonlinear = any(row.name == "linear" for row in mismatched)
-        communicates = any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed)
+        communicates = any(isinstance(row.error, NameError) and "axis name" in row.message for row in self.rows)
         hints = {
             "check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.": is_in_tuple,
             "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"

@@ -708,10 +708,7 @@ def check_shard_map(subject: Subject) -> Cases:
         # JAX raises an error for arguments that are committed to devices other than those of the mesh.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
     sharded = jax.shard_map(lambda xs: function.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
-
-    def results(tensors: list[Any], cotangents: Cotangents) -> Arrays:
-        return TensorFunction(sharded, {"tensors": tensors}, function.paths).results(cotangents)
-
+    results = lambda xs, w: TensorFunction(sharded, {"tensors": xs}, function.paths).results(w)
     yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
     yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
     return f"outputs and gradients on {plural(mesh.size, 'device', 'devices')} match eager mode, under jit and eagerly"
@@ -758,8 +755,7 @@ def _case_of_examples(subject: Subject, batch_axes: dict[int, int], label: str, 
         for x, axis in zip(function.tensors, axes, strict=True)
     ]
 
-    def run(xs: list[Any]) -> list[Any]:
-        return function.with_tensors(xs).run()
+    run = lambda xs: function.with_tensors(xs).run()
 
     def run_each(xs: list[Any]) -> list[Any]:
         select = lambda x, axis, i: x if axis is None else jax.lax.index_in_dim(x, i, axis, keepdims=False)

@@ -120,10 +120,7 @@ class TensorFunction:
 
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
         """Return the function from the values and the cotangents to the gradients, which are of order `order`."""
-
-        def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
-            return self.with_values(values).gradients(cotangents)
-
+        gradients = lambda values, cotangents: self.with_values(values).gradients(cotangents)
         where = " of the gradient" if order > 1 else ""
         names = [*self.value_names, *(f"cotangent[{k}]{where}" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
@@ -251,9 +248,7 @@ def mismatch_of(case: Case) -> MismatchError | None:
 
 
 def exact(x: Any) -> np.ndarray:
-    if is_key(x):
-        x = jax.random.key_data(x)
-    x = np.asarray(x)
+    x = np.asarray(jax.random.key_data(x) if is_key(x) else x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
