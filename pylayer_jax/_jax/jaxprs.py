@@ -263,16 +263,16 @@ def interpret_opened(
     def opened(code: Any, known: Mapping[Any, Any], calls: tuple[Any, ...]) -> list[Any]:
         outer = calls[-1].source_info if calls else None
         is_of_user = outer is None or is_users_of(code)
-        # JAX gives derivatives the traceback of their operation.
-        of_calls = tuple([id(call.source_info.traceback) for call in calls])
+        tracebacks = [call.source_info.traceback for call in calls]
 
         def rule_or_call(equation: Any, operands: list[Any]) -> Sequence[Any]:
             source, params = equation.source_info, equation.params
-            operation_key = *of_calls, id(source.traceback)
             if outer is not None:
                 traceback = source.traceback if is_of_user else outer.traceback
                 source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
                 equation = equation.replace(source_info=source)
+            # JAX gives derivatives the traceback of their operation. A jitted function of JAX has one traceback.
+            operation_key = tuple(dict.fromkeys(map(id, (*tracebacks, source.traceback))))
             if equation.primitive.name == "jit" and is_inlinable(params):
                 inner, consts = jaxpr_and_consts(params["jaxpr"])
                 own = [Var(v.aval) for v in inner.constvars]  # two calls may share a jaxpr, with different arrays
