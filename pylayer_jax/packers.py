@@ -35,7 +35,7 @@ from jax.tree_util import Partial
 
 from ._hooks.block import predicate, saved_tensors_hooks
 from ._hooks.pack import Hook, Step, key_of, restored
-from ._hooks.primitives import EXACT, ROWS, Error, Rounding
+from ._hooks.primitives import EXACT, FACTS, Error, Rounding
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, has_tangent, shard_counts, unchecked
 from ._messages import bytes_of
@@ -98,12 +98,12 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Elementwise operations, such as a gelu, a normalization or a product with a mask, are computed again, as the other
     ready pairs do too. The results of all others are kept: matrix products, convolutions, reductions, comparisons,
-    loops, custom rules, ...
+    loops, `jax.custom_vjp` functions, ...
 
     With a `limit`, backward also repeats costly operations until what the function keeps fits, those first that save
     most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks that
-    follow from keys and integers. Decisions by floats, loops, collectives, kernels, effects and custom rules are never
-    repeated. What is computed again takes memory too, so a limit that is too small raises the peak:
+    follow from keys and integers. Never repeated are decisions by floats, loops, collectives, kernels, effects and
+    `jax.custom_vjp` functions. What is computed again takes memory too, so a limit that is too small raises the peak:
     `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair decorates a function; it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
@@ -220,8 +220,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 "values become NaN). Use quantize_saved(8), which scales each block of values."
             )
 
-        def is_narrowed(x: Any) -> bool:
-            return _is_float(x) and x.dtype.itemsize > narrow.itemsize
+        is_narrowed = lambda x: _is_float(x) and x.dtype.itemsize > narrow.itemsize
 
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
@@ -331,7 +330,7 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
     The policy cannot see which operand a max pooling compares: give it a name with `checkpoint_name`, and combine this
     policy with `jax.checkpoint_policies.save_only_these_names` by `save_from_both_policies`.
     """
-    row = ROWS.get(primitive.name)
+    row = FACTS.get(primitive.name)
     if row is None:
         return False
     if row.is_product:
@@ -400,9 +399,7 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _quantize(
-    x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _quantize(x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any) -> tuple[jax.Array, ...]:
     """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and three numbers of each block.
 
     These are the smallest value; the smallest of the larger ones, or the largest finite one if there are none; and the

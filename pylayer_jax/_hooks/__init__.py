@@ -2,9 +2,10 @@
 
     @quantize_saved(8)                      F: the forward pass             JAX keeps
     def loss(w, x):                         h = x @ w                       x, w (from outside: not packed)
-        return jnp.tanh(x @ w).sum()        y = tanh h                      q, s (8-bit y, scales)
+        return jax.nn.silu(x @ w).sum()     s = logistic h                  q, r (8-bit h, scales)
+                                            y = h * s
 
-    In backward, y = unpack(q, s), and then 1 - y² from y.
+    In backward, h = unpack(q, r), and then s = logistic h again.
 
 A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
@@ -20,7 +21,7 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    that reads it (what is small or from outside: before each); in staged code, a barrier makes XLA wait for these.
 5. In a `with` block, a `BlockTrace` is JAX's current trace, and binds each operation as a planned function of its own
    (`operations`). In a block around a call of `jax.grad` itself, only layers pack.
-6. What a layer or a custom rule of a user saves is marked for the plan around it; in a `with` block it is packed at
+6. What a layer or a `custom_vjp` function saves is marked for the plan around it; in a `with` block it is packed at
    once (`saving`). A layer unpacks each tensor when its `backward` reads it.
 7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
@@ -62,7 +63,7 @@ class Block(set[Any]):
         self.n_used_before = 0 if isinstance(value, str) else value.n_used
         self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
         self.outer: Block | None = None
-        self._trace = trace  # the trace that gets the operations inside the block; None if nothing is traced around it
+        self._trace = trace  # the trace that gets the operations inside the block; None where none is on top of JAX's
         self._active: Any = OFF if active.value is OFF else self  # the value of `active` in the block
         self._contexts: list[Any] = []
 
@@ -102,7 +103,7 @@ class Block(set[Any]):
 
     def check_task(self) -> None:
         """Raise a RuntimeError unless the current asyncio task entered the block, or was created inside it."""
-        if _open(_entered.get()) is not self:
+        if next(_open_blocks(_entered.get()), None) is not self:
             raise RuntimeError(
                 "a block of saved_tensors_hooks that another asyncio task entered is still open in this thread. It "
                 "would pack tensors of this task too. Leave the block before each await, or give each task its own "
@@ -110,23 +111,21 @@ class Block(set[Any]):
             )
 
 
-def _open(block: Block | None) -> Block | None:
-    """Return the first block that the program has not left, from `block` outwards."""
-    while block is not None and block.value is None:
+def _open_blocks(block: Block | None) -> Iterator[Block]:
+    """Yield the blocks that the program has not left, from `block` outwards."""
+    while block is not None:
+        if block.value is not None:
+            yield block
         block = block.outer
-    return block
 
 
 def innermost_block() -> Block | None:
     """Return the innermost open block of this thread, if hooks are not suspended."""
-    return _open(active.value) if isinstance(active.value, Block) else None
+    return next(_open_blocks(active.value), None) if isinstance(active.value, Block) else None
 
 
 def entered_block(pair: Pair) -> Block | None:
-    block = _entered.get()
-    while block is not None and block.value is not pair:
-        block = block.outer
-    return block
+    return next((block for block in _open_blocks(_entered.get()) if block.value is pair), None)
 
 
 def active_pair() -> Pair | None:

@@ -267,7 +267,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 if block is not None:
                     block.is_loss = not watch.was_seen
             if watch.was_seen and not has_block:
-                self._tell(is_idle=True)
+                self._tell(should_have_packed=True)
             return result
 
         return hooked
@@ -287,7 +287,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         except NotPlannedError as error:
             reason = str(error)
         else:
-            self._tell(is_idle=False)
+            self._tell(should_have_packed=False)
             mark_as_computed(split(result)[0])  # in a block of other hooks around it
             return result
         name = name_of(function)
@@ -332,17 +332,17 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             )
         if block.is_at_top and self._pair.n_used > block.n_used_before:
             _packed_at_top.add(hash(self._pair.key))
-        is_idle = block.is_at_top and not block.is_loss
+        should_have_packed = block.is_at_top and not block.is_loss
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
         if kind is None:
-            self._tell(is_idle)
+            self._tell(should_have_packed)
 
-    def _tell(self, is_idle: bool) -> None:
-        """Warn of what did nothing. `is_idle`: the block was at top level, and was not that of a loss."""
+    def _tell(self, should_have_packed: bool) -> None:
+        """Warn of what did nothing. `should_have_packed`: the block, or function, was at top level and no loss."""
         pair = self._pair
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
-        if is_idle and hash(pair.key) not in _packed_at_top:
+        if should_have_packed and hash(pair.key) not in _packed_at_top:
             self._warn_once(
                 "0 tensors packed. The block stands around code in which JAX differentiates nothing that it can see: "
                 "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "

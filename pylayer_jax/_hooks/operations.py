@@ -42,7 +42,7 @@ from pylayer_jax._trees import WeakTable, hashable
 from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
 from .pack import Pair, Place
 from .planned import Planned, Surroundings, staged
-from .primitives import JITTED, ROWS, is_number
+from .primitives import FACTS, is_number
 from .saving import Saver, UsersRule
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -59,14 +59,14 @@ class Operation(NamedTuple):
 
     def keeps_nothing(self, args: Sequence[Any]) -> bool:
         factors = args[1:] if self.kind == "div" else args
-        numbers = factors if ROWS[self.kind].keeps_numbers else ()
+        numbers = factors if FACTS[self.kind].keeps_numbers else ()
         return any(map(is_number, numbers)) or _is("keeps_nothing", self.kind, self.params)
 
 
 def _is(fact: str, name: str, params: dict[str, Any]) -> bool:
     """Return whether a fact is true of an operation, or of all in a jitted function whose results have tangents."""
-    if name not in JITTED:
-        return getattr(ROWS[name], fact)
+    if name != "jit":
+        return getattr(FACTS[name], fact)
     inner = [e for jaxpr in inner_jaxprs(params) for e in jaxpr.eqns if any(has_tangent(v.aval) for v in e.outvars)]
     return all(_is(fact, e.primitive.name, e.params) for e in inner)
 
@@ -131,7 +131,7 @@ class BlockTrace(PassThroughTrace):
             aval = typeof(tracers[0])
             if {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None} == params:
                 return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
-        if kind in JITTED or primitive is rule_function_p:
+        if kind == "jit" or primitive is rule_function_p:
             name = params["name"]
         values = self._process(Operation(bind, kind, name, params, primitive), tracers)
         return values if primitive.multiple_results else values[0]
@@ -202,10 +202,10 @@ class BlockTrace(PassThroughTrace):
 
     def _planned(self, operation: Operation, args: Sequence[Any], places: Sequence[Place]) -> tuple[Planned, Values]:
         """Return a planned function of one operation, and its operands, each tensor once."""
-        distinct = {id(x): x for x in args}
-        operands, position_of = list(distinct.values()), {key: i for i, key in enumerate(distinct)}
+        distinct = {id(x): (x, place) for x, place in zip(args, places, strict=True)}
+        position_of = {key: i for i, key in enumerate(distinct)}
+        operands, places = [x for x, _ in distinct.values()], [place for _, place in distinct.values()]
         positions = [position_of[id(x)] for x in args]
-        places = list(dict(zip(positions, places, strict=True)).values())
         types, plans = list(map(typeof, operands)), self.block.plans
         parts = *operation.params.items(), *types, *places, *positions
         key = hashable((operation.primitive, parts, jax.enable_x64.value))
@@ -269,9 +269,9 @@ def saver_of(layer: str, operands: Sequence[Any], is_exact: bool) -> Saver | Non
     pair = active_pair()
     if pair is None:
         return None
-    trace = current_trace()  # in a jitted function or `jax.vmap` in the block, its operations do not get this trace
-    is_in_jit = not isinstance(trace, BlockTrace)
-    return Saver(pair, layer, [] if is_in_jit else list(map(trace.place_of, operands)), is_exact, is_in_jit)
+    trace = current_trace()
+    is_direct = isinstance(trace, BlockTrace)
+    return Saver(pair, layer, list(map(trace.place_of, operands)) if is_direct else [], is_exact, is_direct)
 
 
 def mark_as_computed(values: Sequence[Any]) -> None:

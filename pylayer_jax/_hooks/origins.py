@@ -14,19 +14,28 @@ saved[0]. The report reads these; for plans, `Program.origin` makes an `Origin` 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import inner_jaxprs, interpret, is_users, jaxpr_and_consts, scan_counts, stage
+from pylayer_jax._jax.jaxprs import (
+    frames_between,
+    inner_jaxprs,
+    interpret,
+    is_users,
+    jaxpr_and_consts,
+    scan_counts,
+    stage,
+)
 from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, Values, apply, payload_of, rule_function_p
 from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.transparency import Identity, PartialFunction
 
 from .pack import PACK_SCOPE, Origin
-from .primitives import BODIES, JITTED, ROWS
+from .primitives import BODIES, FACTS
 
 # -- functions that leave notes ----------------------------------------------------------------------------
 
@@ -173,11 +182,8 @@ class Program:
     """A jaxpr whose values have sources."""
 
     def __init__(self, jaxpr: Any, code: Any, calls_of: Mapping[Any, Any] = {}) -> None:
-        """`code`: the staged function, of which `jaxpr` is a derivative; its operations give the names.
-
-        `calls_of`: result of an equation -> the calls around it that were opened.
-        """
-        self._name_of, self._calls_of = names_of_equations(code), calls_of
+        """`code`: what `jaxpr` is a derivative of; `calls_of`: result of an equation -> opened calls around it."""
+        self._named, self._calls_of = names_of_equations(code), calls_of
         inputs = [_new_source(v, is_input=True) for v in jaxpr.invars]
         known = [*jaxpr.constvars, *jaxpr.invars, *[v for e in jaxpr.eqns for v in e.outvars]]
         self._source_of = dict(zip(known, self._sources(jaxpr, inputs, (), known), strict=True))
@@ -249,9 +255,9 @@ class Program:
     def operation(self, source: Source) -> str:
         """Return the name of the operation that computes a value: of a function of jax.numpy, or of a primitive."""
         for e in source.equations:
-            if e.source_info.traceback in self._name_of:
-                return self._name_of[e.source_info.traceback]
-            if e.primitive.name in JITTED and not is_users(jaxpr_and_consts(e.params["jaxpr"])[0]):
+            if name := self._named.get(e.source_info.traceback, ("", ()))[0]:
+                return name
+            if e.primitive.name == "jit" and not is_users(jaxpr_and_consts(e.params["jaxpr"])[0]):
                 return e.params["name"]
         return source.name
 
@@ -260,7 +266,7 @@ class Program:
         notes, others = list[Note](), list[Source]()
         while True:
             notes, others = [*source.notes, *notes], [*others, *source.others]
-            is_view = bool(source.operands) and ROWS[source.name].is_view
+            is_view = bool(source.operands) and FACTS[source.name].is_view
             if not is_view or source.operands[0].is_constant or source.operands[0].packed:
                 break
             source = source.operands[0]
@@ -269,7 +275,9 @@ class Program:
             own = given.get(source.variable, Origin())
         elif source.equations:
             operation = "" if source.layer else self.operation(source)
-            sources = (*outer.sources, *[e.source_info for e in source.equations])
+            own_sources = [e.source_info for e in source.equations]
+            _, around = self._named.get(own_sources[-1].traceback, ("", ()))
+            sources = (*outer.sources, *around, *own_sources)
             own = dataclasses.replace(outer, operation=operation, layer=source.layer, name="", sources=sources)
         savers = [note for note in notes if note.layer]
         names = [note.name for note in notes if note.name and not note.layer]
@@ -283,15 +291,22 @@ class Program:
         return dataclasses.replace(own, layer=own.layer or layer, name=own.name if keeps_name else name)
 
 
-def names_of_equations(jaxpr: Any) -> dict[Any, str]:
-    """Return the names of operations by JAX's traceback, which their derivatives share."""
-    name_of: dict[Any, str] = {}
+def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tuple[str, tuple[Any, ...]]]:
+    """Return names of operations, and the calls of `jax.checkpoint` around them, by traceback: derivatives share it."""
+    found: dict[Any, tuple[str, tuple[Any, ...]]] = {}
     for equation in jaxpr.eqns:
-        inner = inner_jaxprs(equation.params)
-        is_call = equation.primitive.name in JITTED and not is_users(inner[0])
+        inner, source = inner_jaxprs(equation.params), equation.source_info
+        is_call = equation.primitive.name == "jit" and not is_users(inner[0])
+        name = equation.params["name"] if is_call else "" if inner else equation.primitive.name
+        if source.traceback is not None:
+            found[source.traceback] = name, around
         if inner and not is_call:
+            outer = (*around, source) if equation.primitive.name == "remat2" else around
             for code in inner:
-                name_of |= names_of_equations(code)
-        elif equation.source_info.traceback is not None:
-            name_of[equation.source_info.traceback] = equation.params["name"] if is_call else equation.primitive.name
-    return name_of
+                for traceback, (inner_name, sources) in names_of_equations(code, outer).items():
+                    # JAX traces a function once for several calls, perhaps from different functions.
+                    known = found.get(traceback, ("", sources))[1]
+                    pairs = itertools.zip_longest(known, sources, fillvalue=source)
+                    is_same = not any(itertools.starmap(frames_between, pairs))
+                    found[traceback] = inner_name, sources if is_same else ()
+    return found

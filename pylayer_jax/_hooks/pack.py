@@ -44,7 +44,7 @@ class Place(enum.Enum):
     CONSTANT = enum.auto()
     OUTSIDE = enum.auto()
     LENT = enum.auto()  # the function around a body computes it, and may pack it
-    COMPUTED = enum.auto()  # the block computes it, or the loop or shard_map around a body gets it so
+    COMPUTED = enum.auto()  # the block computes it; or a loop carries it, or a shard_map gets it from such code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Origin:
     name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
     # JAX's source information of the equations that lead to the tensor, outermost first
     sources: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    block: Any = dataclasses.field(default=None, repr=False, compare=False)  # that of the decorated function's call
+    entry: Any = dataclasses.field(default=None, repr=False, compare=False)  # that of the decorated call
 
     # Other branches of a `cond` may compute the tensor: JAX keeps one array for all of them.
     others: tuple[Origin, ...] = dataclasses.field(default=(), repr=False, compare=False)
@@ -64,9 +64,9 @@ class Origin:
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
         """The functions, classes and named scopes between this call and the operation, each kind outermost first."""
-        if self.block is None:
+        if self.entry is None:
             return ()
-        pairs = list(itertools.pairwise((self.block, *self.sources)))
+        pairs = list(itertools.pairwise((self.entry, *self.sources)))
         names = [name for between in (frames_between, scopes_between) for pair in pairs for name in between(*pair)]
         return tuple(name for name, previous in zip(names, [None, *names], strict=False) if name != previous)
 
@@ -266,9 +266,9 @@ def _steps_that_pack(
     array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False
 ) -> Sequence[Step]:
     """Return the first step that packs `array`, and all later ones. `is_part`: a previous step made `array`."""
-    is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
+    is_float_or_part = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
-        if (is_any or not step.floats_only) and is_selected(step.only, array, _in_step(where, step), origin):
+        if (is_float_or_part or not step.floats_only) and is_selected(step.only, array, _in_step(where, step), origin):
             return steps[i:]
     return ()
 

@@ -1,8 +1,8 @@
 """Chooses what a function keeps for backward, what it packs, and what backward computes again.
 
-    F  { lambda ; x w. let h = x @ w; t = tanh h; d = 1 - t²; y = sum t in (y, w, x, d) }     y, then the residuals
+    F  { lambda ; x w. let h = x @ w; s = logistic h; y = h * s in (y, w, x, h, s) }     y, then the residuals
 
-    kept      t, in 8 bits     the residual d follows from it
+    kept      h, in 8 bits     s follows from it
     free      x, w             they come from outside
 
 Which variables are kept is a minimum cut of the `Graph` of the forward pass: of all sets from which backward can
@@ -23,7 +23,7 @@ from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
 from .pack import Pair, Step, roundings_of
-from .primitives import EXACT, OTHER, ROWS, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_steep
+from .primitives import EXACT, FACTS, OTHER, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_steep
 
 SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
@@ -143,15 +143,15 @@ class Graph:
         self.free = self._free(outside)  # what backward has without keeping it
         self.views = self.inputs_of.keys() - self.free  # slices of it at indices that the function computed
         lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
-        self._lender = {v: inputs[0] for v, inputs in lenders.items() if inputs}
+        self._lent_input_of = {v: inputs[0] for v, inputs in lenders.items() if inputs}
         # What backward must not make because of errors; by whether costly equations may be repeated.
         self._forbidden = {False: set[Any](), True: set[Any]()}
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
         self.number_of_cast = {e.outvars[0]: e.invars[0].val for e in casts if isinstance(e.invars[0], Literal)}
-        # An error of these may become large, so backward makes none of them from other rounded tensors.
-        is_call = lambda e: e.primitive.name not in ROWS and e.primitive.multiple_results  # of a rule or a loop
-        amplifying = [e for e in self.jaxpr.eqns if ROWS[e.primitive.name].amplifies or is_call(e)]
+        # An error of these may become large: a residual among them is kept, or made from exact tensors.
+        is_call = lambda e: e.primitive.name not in FACTS and e.primitive.multiple_results  # of a rule or a loop
+        amplifying = [e for e in self.jaxpr.eqns if FACTS[e.primitive.name].amplifies or is_call(e)]
         self.amplified = {x for e in amplifying for x in self._read[id(e)]}
 
     def _free(self, outside: Collection[Any]) -> set[Any]:
@@ -160,7 +160,7 @@ class Graph:
         for e in self.jaxpr.eqns:
             read = self._read[id(e)]
             of_floats = [x for x in read if has_tangent(x.aval)] or read
-            if ROWS[e.primitive.name].is_view and read and self.inputs_of.keys() >= set(of_floats):
+            if FACTS[e.primitive.name].is_view and read and self.inputs_of.keys() >= set(of_floats):
                 free.update(e.outvars if free.issuperset(read) else ())
                 inputs = [v for x in read for v in self.inputs_of.get(x, ())]
                 self.inputs_of |= dict.fromkeys(e.outvars, inputs)
@@ -186,18 +186,18 @@ class Graph:
                 dims = e.params["broadcast_dimensions"]
                 is_uniform = last not in dims or x in found
             else:
-                row = ROWS[e.primitive.name]  # a transpose is none
-                is_uniform = bool(read and row.recomputed and not row.is_move) and found.issuperset(read)
+                facts = FACTS[e.primitive.name]  # a transpose is none
+                is_uniform = bool(read and facts.recomputed and not facts.is_move) and found.issuperset(read)
             if is_uniform:
                 found.update(e.outvars)
         return found
 
     @functools.cached_property
     def reach(self) -> dict[Any, float]:
-        """Return the size of the largest variable that elementwise operations make of each variable."""
+        """Return the size of the largest variable that elementwise operations and moves make of each variable."""
         reach: dict[Any, float] = {}
         for e in reversed(self.jaxpr.eqns):
-            if ROWS[e.primitive.name].recomputed:
+            if FACTS[e.primitive.name].recomputed:
                 size = max([n_bytes(v.aval) for v in e.outvars] + [reach.get(v, 0) for v in e.outvars])
                 reach.update({x: max(size, reach.get(x, 0)) for x in self._read[id(e)]})
         return reach
@@ -219,24 +219,21 @@ class Graph:
             return False
         if v in self.views:
             return True
-        row = ROWS[e.primitive.name]
+        facts = FACTS[e.primitive.name]
         if allows_costly and self._may_repeat(e, v):
             return True
-        return bool(row.recomputed) if self.pair.recomputes else Error.UNKNOWN in row.recomputed
+        return bool(facts.recomputed) if self.pair.recomputes else Error.UNKNOWN in facts.recomputed
 
     def _may_repeat(self, e: Any, v: Any) -> bool:
         """Return whether backward may repeat a costly equation, to meet a limit."""
-        row = ROWS[e.primitive.name]
-        return (row.costs or (row.decides and v in self.from_keys)) and not e.effects
+        facts = FACTS[e.primitive.name]
+        return (facts.costs or (facts.decides and v in self.from_keys)) and not e.effects
 
     # -- choice ------------------------------------------------------------------------------------------
 
-    def choose(self, price: float) -> tuple[list[Any], dict[Any, Made]]:
-        """Return the variables to keep, and what backward makes of them, each in the order of the equations.
-
-        `price` is the number of operations that backward may spend to save a byte; infinity: only cheap ones.
-        """
-        allows_costly = price != math.inf
+    def choose(self, price: float | None) -> tuple[list[Any], dict[Any, Made]]:
+        """Return what to keep, and what backward makes again. `price`: operations for a byte; None: only cheap ones."""
+        allows_costly = price is not None
         while True:
             kept = self._cut(price)
             made, failed = self._check(kept, allows_costly)
@@ -244,8 +241,7 @@ class Graph:
                 return [v for v in (*self.jaxpr.invars, *self.position) if v in kept], made
             self._forbidden[allows_costly].update(failed)
 
-    def _cut(self, price: float) -> set[Any]:
-        allows_costly = price != math.inf
+    def _cut(self, price: float | None) -> set[Any]:
         number_of: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
         operands_of: list[tuple[int, Any]] = []  # node -> the variables that are needed to make it
@@ -257,8 +253,8 @@ class Graph:
                 continue
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
             size = self.keeping(v).bytes
-            edges.append((node, node + 1, int(size * (price * _UNIT if allows_costly else _BYTE)) + 1))
-            if not self.may_make(v, allows_costly):
+            edges.append((node, node + 1, int(size * (_BYTE if price is None else price * _UNIT)) + 1))
+            if not self.may_make(v, allows_costly=price is not None):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
             e = self.maker[v]
@@ -284,7 +280,7 @@ class Graph:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
                     needed.update(self._read[id(e)])
-        operations = {v: self.readers_of.get(v, frozenset[Any]()) for v in (*kept, *self._lender.values())}
+        operations = {v: self.readers_of.get(v, frozenset[Any]()) for v in (*kept, *self._lent_input_of.values())}
         while True:
             made, failed = self._judged(order[::-1], operations, allows_costly)
             # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
@@ -301,8 +297,8 @@ class Graph:
         self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], allows_costly: bool
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
-        for v, source in ({v: v for v in operations} | self._lender).items():
-            is_lent = source in self._lender
+        for v, source in ({v: v for v in operations} | self._lent_input_of).items():
+            is_lent = source in self._lent_input_of
             roundings = roundings_of(self.pair.all_steps(), v.aval) if is_lent else self.keeping(v).roundings
             known[v] = Made({source: 1} if roundings else {}, roundings, operations[source], frozenset(), "")
         made: dict[Any, Made] = {}
@@ -312,10 +308,10 @@ class Graph:
             operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
             is_exempt = v in self.views or (allows_costly and not result.roundings and self._may_repeat(e, v))
-            reason = None if is_exempt else self._objection(v, e, operands, result)
-            if reason:
-                failed |= reason
-                result = result._replace(degrees={v: 1}, steep=frozenset())
+            forbidden = None if is_exempt else self._objection(v, e, operands, result)
+            if forbidden:
+                failed |= forbidden
+                result = result._replace(degrees={v: 1}, steep=frozenset())  # as if kept: the next cut will keep it
             known[v] = made[v] = result
         return made, failed
 
@@ -325,13 +321,13 @@ class Graph:
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
         if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands, ignores_steep=False)):
             steep |= {v}
-        row, degrees = ROWS[name], dict[Any, float]()
+        facts, degrees = FACTS[name], dict[Any, float]()
         for x in inexact:
             for source, degree in x.degrees.items():
                 known = degrees.get(source, 0)
-                degrees[source] = known + degree if row.adds_degrees else max(known, degree)
+                degrees[source] = known + degree if facts.adds_degrees else max(known, degree)
         return Made(
-            {source: row.degree(e, degree) for source, degree in degrees.items()} if row.degree else degrees,
+            {source: facts.degree(e, degree) for source, degree in degrees.items()} if facts.degree else degrees,
             frozenset[Rounding]().union(*[x.roundings for x in operands]),
             shared | self.readers_of.get(v, frozenset()),
             steep,
@@ -352,13 +348,12 @@ class Graph:
         ]
 
     def _objection(self, v: Any, e: Any, operands: Sequence[Made], result: Made) -> set[Any] | None:
-        """Return None if backward may compute `v` with these errors, else the variables to keep or make otherwise."""
+        """Return None if backward may compute `v` with these errors, else the variables that it may not make."""
         if v in self.readers_of and not self._is_fine_enough(v, result):
             return {v}
-        recomputed = ROWS[e.primitive.name].recomputed
+        recomputed = FACTS[e.primitive.name].recomputed
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
         conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
-
         if None in conditions:
             return {v}
 
@@ -372,14 +367,12 @@ class Graph:
         return (set(result.steep) - {v} or {v}) if is_allowed(ignores_steep=True) else {v}
 
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
-        own = self.keeping(v).roundings
-        if own and result.roundings and v in self.amplified:
-            return False
-        if math.hypot(*result.degrees.values()) > _MOST_DEGREES:
-            return False
-        if UNKNOWN in result.roundings and UNKNOWN not in own:
-            return False
-        return max(result.roundings, default=EXACT) <= max([*own, own_rounding(v.aval.dtype)])
+        own = self.keeping(v).roundings  # if it were kept
+        is_amplified = bool(own and result.roundings) and v in self.amplified
+        has_high_degree = math.hypot(*result.degrees.values()) > _MOST_DEGREES
+        is_unknown = UNKNOWN in result.roundings and UNKNOWN not in own
+        is_coarser = max(result.roundings, default=EXACT) > max([*own, own_rounding(v.aval.dtype)])
+        return not (is_amplified or has_high_degree or is_unknown or is_coarser)
 
 
 # -- facts about equations -----------------------------------------------------------------------------------
@@ -402,6 +395,6 @@ def cost_of(e: Any) -> float:
     if name == "conv_general_dilated":
         kernel, numbers = e.invars[1].aval.shape, e.params["dimension_numbers"]
         return 2 * size * _size(kernel) / kernel[numbers.rhs_spec[0]]
-    if name.startswith("reduce_") or name in ("cumsum", "argmax"):
+    if name.startswith(("reduce_", "arg")):
         return sum([_size(x.aval.shape) for x in e.invars])
-    return size * ROWS[name].per_element
+    return size * FACTS[name].per_element

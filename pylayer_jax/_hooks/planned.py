@@ -61,7 +61,7 @@ from .active import PLANNED, active, is_reported
 from .origins import Program, ReportMark
 from .pack import Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
-from .primitives import BODIES, JITTED, ROWS, UNKNOWN
+from .primitives import BODIES, FACTS, UNKNOWN
 from .saving import (
     Held,
     HookedFunction,
@@ -85,15 +85,12 @@ from .saving import (
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
-_CUSTOM_RULES: Final = ("custom_jvp_call", "custom_vjp_call")
-
-
 # -- equations ---------------------------------------------------------------------------------------------
 
 
 def _key_of(e: Any, operands: Sequence[Any]) -> Any:
     """Return a key of what an equation computes, or None for one that may differ from an equal one."""
-    if e.effects or e.primitive.name not in ROWS:
+    if e.effects or e.primitive.name not in FACTS:
         return None
     read = [(x.aval, np.asarray(x.val).tobytes()) if isinstance(x, Literal) else x for x in operands]
     return hashable((e.primitive, tuple(e.params.items()), tuple(read)))
@@ -103,13 +100,13 @@ def _is_held(equation: Any, index: int) -> bool:
     """Return whether a result of an equation is `Held` in its inner jaxprs."""
     if isinstance(payload_of(equation), Held):
         return True
-    if equation.primitive.name not in (*BODIES, *JITTED):
+    if equation.primitive.name not in (*BODIES, "jit"):
         return False
     for jaxpr in inner_jaxprs(equation.params):
         maker = {v: e for e in jaxpr.eqns for v in e.outvars}
         v = jaxpr.outvars[index]
         # A shard_map returns a scalar residual as an array of one entry.
-        while not isinstance(v, Literal) and v in maker and ROWS[maker[v].primitive.name].is_move and maker[v].invars:
+        while not isinstance(v, Literal) and v in maker and FACTS[maker[v].primitive.name].is_move and maker[v].invars:
             v = maker[v].invars[0]
         if not isinstance(v, Literal) and v in maker and _is_held(maker[v], maker[v].outvars.index(v)):
             return True
@@ -120,41 +117,41 @@ def _is_held(equation: Any, index: int) -> bool:
 
 
 class Surroundings(NamedTuple):
-    """What a body in a decorated function knows of it."""
+    """What a planned function knows of the code around it."""
 
     pair: Pair
     entry: Any = None  # source information of the call of the decorated function
-    price: float = math.inf  # how many operations backward may spend to save a byte; one price for all bodies
+    price: float | None = None  # how many operations backward may spend to save a byte; None: only cheap ones
     within: tuple[Any, ...] = ()  # the equations that have the body as a parameter, outermost first
 
 
-# An equation, and the planned functions of which it runs one: those of the branches of a cond.
+# An equation, and the planned functions of its bodies.
 Bodies = tuple[Any, list[Any]]
 
 
-def prepared(jaxpr: Any, is_free: Sequence[bool], around: Surroundings, bodies: list[Bodies] | None) -> Any:
-    """Return a copy in which rules of users are marked, and bodies planned and added to `bodies`, if it is a list."""
-    free = {*jaxpr.constvars, *select(jaxpr.invars, is_free)}  # what comes from outside the decorated function
-    return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, free, around, bodies)])
+def prepared(jaxpr: Any, is_outside: Sequence[bool], around: Surroundings, bodies: list[Bodies] | None) -> Any:
+    """Return a copy that applies rules of users as `UsersRule`s, and bodies as planned functions, added to `bodies`."""
+    outside = {*jaxpr.constvars, *select(jaxpr.invars, is_outside)}  # what comes from outside the decorated function
+    return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, outside, around, bodies)])
 
 
-def _prepared_equation(e: Any, free: set[Any], around: Surroundings, bodies: list[Bodies] | None) -> list[Any]:
+def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: list[Bodies] | None) -> list[Any]:
     name, params = e.primitive.name, e.params
-    is_free = [isinstance(x, Literal) or x in free for x in e.invars]
-    if ROWS[name].is_view and all(is_free):
-        free.update(e.outvars)
-    if name in _CUSTOM_RULES:
+    is_outside = [isinstance(x, Literal) or x in outside for x in e.invars]
+    if FACTS[name].is_view and all(is_outside):
+        outside.update(e.outvars)
+    if name == "custom_vjp_call":  # a `custom_jvp` compares what it saves in the forward pass
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
         return [_application(rule, e, rule.jaxpr.invars, e.outvars)]
     inner = inner_jaxprs(params)
-    if name in JITTED:
+    if name == "jit":
         (code,) = inner
         names = _primitives_in(code)
-        has_rules = not names.isdisjoint(_CUSTOM_RULES) and is_users(code)
+        has_rules = "custom_vjp_call" in names and is_users(code)
         if not has_rules and (bodies is None or names.isdisjoint(BODIES)):
             return [e]
-        # Calls of one jitted function share its equations, and each keeps its own residuals.
-        changed = with_jaxpr(params["jaxpr"], prepared(code, is_free, around, bodies))
+        # Calls of one jitted function share its equations, but each keeps its own residuals, so it gets a copy.
+        changed = with_jaxpr(params["jaxpr"], prepared(code, is_outside, around, bodies))
         return [e.replace(params={**params, "jaxpr": changed})]
     has_refs = not all(isinstance(x.aval, ShapedArray) for x in e.invars)
     if bodies is None or name not in BODIES or has_refs or any(j.constvars for j in inner):
@@ -162,9 +159,9 @@ def _prepared_equation(e: Any, free: set[Any], around: Surroundings, bodies: lis
     if name == "cond" and around.pair.moves_to_host:
         return [e]
     n_before = len(e.invars) - len(inner[0].invars)  # the index of a cond
-    is_free = is_free[n_before:]
+    is_outside = is_outside[n_before:]
     computed = Place.COMPUTED if name == "shard_map" else Place.LENT  # a shard_map packs what it reads, in shards
-    places = [Place.OUTSIDE if x else computed for x in is_free]
+    places = [Place.OUTSIDE if x else computed for x in is_outside]
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
         places[n_consts : n_consts + n_carry] = [Place.COMPUTED] * n_carry
@@ -384,23 +381,23 @@ class Plan:
         pair = self.pair = around.pair
         self._price = around.price
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
-        held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
-        closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, *JITTED)]
-        held |= {v for e in closed for i, v in enumerate(e.outvars) if _is_held(e, i)}
-        self.held = held & self.maker.keys()
+        self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
+        closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, "jit")]
+        self.held |= {v for e in closed for i, v in enumerate(e.outvars) if _is_held(e, i)}
+        self.held &= self.maker.keys()
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
-        free = {v for v, place in place_of.items() if pair.never_packs(place)}
+        unpacked = {v for v, place in place_of.items() if pair.never_packs(place)}
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
-        self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair has no predicate, by type
+        self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose tensors, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
-        lent = {v for v in free if place_of[v] is Place.LENT}
-        self.graph = Graph(derivative, pair, free, lent, self._keeping_of, self._fixed(free))
+        lent = {v for v in unpacked if place_of[v] is Place.LENT}
+        self.graph = Graph(derivative, pair, unpacked, lent, self._keeping_of, self._fixed(unpacked))
         self.kept, self.made = self.graph.choose(self._price)
         self._made_residuals = [v for v in readers if v in self.made]
-        self.free = [v for v in self._missing(readers)[1] if v in self.graph.free]
+        self.free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]  # that backward reads
         if pair.unmatched:
             for v in (*self.kept, *self._made_residuals):
                 pair.note(self.origin(v), v not in self.made)
@@ -412,18 +409,18 @@ class Plan:
         own = [v for v in self.kept if v in self.maker and v not in self.held]
         self._to_round = {v for v in own if v.aval.dtype.itemsize < 4 and jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
-    def _fixed(self, free: Collection[Any]) -> dict[Any, Keeping]:
+    def _fixed(self, unpacked: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules save, a transpose compares, `only` excludes, or a mark holds."""
         found, residuals = dict[Any, Keeping](), self.derivative.readers
 
         def fix(v: Any, is_exact: bool) -> None:
-            while (e := self.maker.get(v)) is not None and ROWS[e.primitive.name].is_move:
+            while (e := self.maker.get(v)) is not None and FACTS[e.primitive.name].is_move:
                 if self.pair.is_selective and e.primitive.name == "name":  # the name may choose other hooks
                     break
                 if not e.invars or isinstance(e.invars[0], Literal):
                     return
                 v = e.invars[0]
-            if v not in free:
+            if v not in unpacked:
                 keeping = self._keeping_of(v)
                 found[v] = as_it_is(v) if is_exact and keeping.roundings - {UNKNOWN} else keeping
 
@@ -431,11 +428,11 @@ class Plan:
             if v in residuals and (saved := self._marks_of(v, SavedByRule)):
                 fix(v, any(mark.is_exact for mark in saved))
         for e in self.derivative.forward.eqns:
-            for x in variables(e.invars) if ROWS[e.primitive.name].needs_exact else ():
+            for x in variables(e.invars) if FACTS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
         if self.pair.only is not None and not self.pair.all_steps():  # it chooses what is computed again
-            asked = [v for v in residuals if v not in free]
+            asked = [v for v in residuals if v not in unpacked]
             found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
 
@@ -491,10 +488,10 @@ class Plan:
         e = self.maker.get(v)
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
-    def bytes_at(self, price: float) -> float:
+    def bytes_at(self, price: float | None) -> float:
         return self.bytes_by_type(price).total()
 
-    def bytes_by_type(self, price: float) -> Counter[Any]:
+    def bytes_by_type(self, price: float | None) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
         kept = self.kept if price == self._price else self.graph.choose(price)[0]
         found = Counter[Any]()
@@ -547,7 +544,7 @@ class Plan:
         further = self._further_residuals(values) if is_checked else []
         is_program = any(map(is_staged, (*primals, *residual_of.values())))
         self.pair.n_recomputed[is_program] += len(self._made_residuals)
-        return outputs, [*[values[v] for v in self.free], *[residual_of[v] for v in self.kept]], further
+        return outputs, [*[values[v] for v in self.free_inputs], *[residual_of[v] for v in self.kept]], further
 
     @functools.cached_property
     def _forward_actions(self) -> list[Action]:
@@ -560,7 +557,9 @@ class Plan:
                 actions += [Action(jaxpr_of(equations)), Action(bound=bound)]
                 equations = []
         kept = [v for v in self.kept if v not in self._packed]
-        return with_lifetimes([*actions, Action(jaxpr_of(equations))], [*self.derivative.outputs, *self.free, *kept])
+        return with_lifetimes(
+            [*actions, Action(jaxpr_of(equations))], [*self.derivative.outputs, *self.free_inputs, *kept]
+        )
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
@@ -577,12 +576,12 @@ class Plan:
                 found += apply(ReportMark(typeof(values[v]), self.origin(v), from_), [values[v]])
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
 
-    def run_backward(self, positions: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """`positions`: for each free or kept variable, its residual with positions in place of arrays."""
+    def run_backward(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """`residuals`: of the free inputs and kept variables, with positions in place of arrays."""
         with outside_blocks():
             used = [c is not None for c in cotangents]
             backward = self.derivative.backward(used)
-            position_of = dict(zip([*self.free, *self.kept], positions, strict=True))
+            residual_of = dict(zip([*self.free_inputs, *self.kept], residuals, strict=True))
             given = select(cotangents, used)
             values = {**self.derivative.constants, **dict(zip(backward.jaxpr.invars, given, strict=True))}
             is_program = any(map(is_staged, given))
@@ -592,8 +591,8 @@ class Plan:
                 if action.code:
                     self.derivative.evaluate(action.code, values)
                 else:
-                    found = [position_of[v] for v in action.restored]
-                    unpacked = UnpackedTensors(found, residuals, [values[v] for v in action.bound])
+                    found = [residual_of[v] for v in action.restored]
+                    unpacked = UnpackedTensors(found, arrays, [values[v] for v in action.bound])
                     values |= zip(action.restored, unpacked.all(), strict=True)
                     values |= zip(action.bound, unpacked.cotangents, strict=True)
                 for v in action.dropped:
@@ -625,7 +624,7 @@ class Plan:
                 read_anew = {v for v in residuals if v in self.graph.free or v in self.small}
                 for x in again:
                     operands = variables(x.invars)
-                    is_passing = ROWS[x.primitive.name].is_view or self.small.issuperset(x.outvars)
+                    is_passing = FACTS[x.primitive.name].is_view or self.small.issuperset(x.outvars)
                     if is_passing and operands and read_anew.issuperset(operands):
                         read_anew.update(x.outvars)
                 known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
@@ -641,7 +640,7 @@ class Plan:
         # tests: test_the_cotangent_of_a_sum_or_a_mean_is_not_written_out
         for v in cotangents:
             smallest, chain, n = v, list[Any](), 0
-            while (e := backward.maker.get(v)) and ROWS[e.primitive.name].recomputed:
+            while (e := backward.maker.get(v)) and FACTS[e.primitive.name].recomputed:
                 (*others, v) = sorted(variables(e.invars), key=backward.dependent.__contains__)  # noqa: PLW2901
                 if any([x.aval.shape or x not in known for x in others]):  # noqa: C419 - a list is faster
                     break
@@ -655,10 +654,7 @@ class Plan:
     def _missing(
         self, wanted: Iterable[Any], known: Collection[Any] = (), own: Mapping[Any, Any] = {}
     ) -> tuple[list[Any], dict[Any, None]]:
-        """Return the equations that compute the variables, in order, and the inputs and kept variables to begin with.
-
-        `own`: variable of a backward pass -> equation.
-        """
+        """Return the equations that compute variables, in order, and what they begin with. `own`: those of backward."""
         residuals, kept = dict[Any, None](), set(self.kept)
         order: dict[int, Any] = {}
         to_visit = [(v, False) for v in reversed([*wanted])]
@@ -704,14 +700,14 @@ class Planned(HookedFunction):
         plan = self._plan_at(self.around, types, nonzero, plans_bodies)
         if self.around.within:  # the function around a body has decided on the price, and warns
             return plan
-        if limit is None and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
-            self._warn(
-                f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
-                "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
-            )
         if limit is None:
+            if not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+                self._warn(
+                    f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
+                    "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
+                )
             return plan
-        price, tried = math.inf, [(plan.bytes_at(math.inf), plan)]
+        price, tried = None, [(plan.bytes_at(None), plan)]
         while tried[-1][0] > limit and price != _PRICES[1]:
             # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
             # tests: test_limit.py::test_the_least_is_what_is_held
@@ -727,18 +723,18 @@ class Planned(HookedFunction):
         return plan
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
-        is_free = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
+        is_outside = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
         bodies = list[Bodies]()
-        code = prepared(self.jaxpr, is_free, around, bodies if plans_bodies else None)
+        code = prepared(self.jaxpr, is_outside, around, bodies if plans_bodies else None)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin: Callable[[Any], Origin] = lambda _: Origin()
         if around.pair.is_selective or is_reported.value:
-            outer = Origin(sources=tuple(e.source_info for e in around.within), block=around.entry)
-            # What a loop carries is computed by the loop.
-            loop = around.within[-1].primitive.name if around.within else ""
-            carried = dataclasses.replace(outer, operation=loop)
+            outer = Origin(sources=tuple(e.source_info for e in around.within), entry=around.entry)
+            # What a loop carries is computed by the loop, and what a shard_map gets, in shards, by the shard_map.
+            operation = around.within[-1].primitive.name if around.within else ""
+            of_body = dataclasses.replace(outer, operation=operation)
             pairs = zip(derivative.inputs, self._places, strict=True)
-            given = {v: carried if place is Place.COMPUTED else Origin() for v, place in pairs}
+            given = {v: of_body if place is Place.COMPUTED else Origin() for v, place in pairs}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), outer, given)
         return Plan(derivative, around, self._places, self.name, origin, bodies)
@@ -750,7 +746,7 @@ class Planned(HookedFunction):
             plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
         is_nested = active.value is PLANNED and not self.around.within  # in another decorated function
-        for i, v in enumerate(plan.free):
+        for i, v in enumerate(plan.free_inputs):
             if is_nested and is_tracer(residuals[i]):  # that one may pack or recompute it
                 types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
                 marks: list[Any] = [SavedByRule(types, is_exact=any(mark.is_exact for mark in saved))] if saved else []
@@ -779,7 +775,7 @@ class _JittedKept(PassThroughTrace):
     __slots__ = ()
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        if primitive.name in JITTED and not is_nan_reported():  # JAX checks each operation outside of jitted functions
+        if primitive.name == "jit" and not is_nan_reported():  # JAX checks each operation outside of jitted functions
             params = {**params, "inline": _not_inlined()}
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
@@ -821,25 +817,28 @@ def call_planned(
     def run(*tensors: Any) -> tuple[list[Any], Any]:
         given = skeleton.fill(tensors)
         outputs, out_skeleton = split(function(*given[0], **given[1]))
-        return as_arrays(outputs), (out_skeleton, has_changed((list(tensors), skeleton), split(given)))
+        changed: Any = None
+        if has_changed((list(tensors), skeleton), split(given)):
+            before, after = ({**dict(enumerate(args)), **kwargs} for args, kwargs in (skeleton.fill(tensors), given))
+            changed = next((name for name in before if has_changed(split(before[name]), split(after[name]))), "")
+        return as_arrays(outputs), (out_skeleton, changed)
 
     name = name_of(function)
-    entry = current()
     try:
-        jaxpr, consts, (out_skeleton, is_changed) = staged(run, [typeof(x) for x in tensors], name)
+        jaxpr, consts, (out_skeleton, changed) = staged(run, [typeof(x) for x in tensors], name)
     except NEEDS_VALUES as error:
         error.add_note(
             f"{name} is decorated with saved-tensor hooks, so it is staged as a whole. Code that needs concrete values "
             "runs in a `with` block of the hooks, as it stands."
         )
         raise
-    if is_changed:
-        raise NotPlannedError("it changes an argument in place")
+    if changed is not None:
+        raise NotPlannedError(f"it changes its argument {changed} in place")
     if any(map(is_ref, consts)):
         raise NotPlannedError("it closes over a jax.Ref")
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
     places = [Place.CONSTANT if is_staging() and not is_tracer(x) else Place.OUTSIDE for x in consts]
-    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, Surroundings(pair, entry), warn)
+    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, Surroundings(pair, current()), warn)
     with past_blocks():
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)

@@ -1,13 +1,14 @@
 """The table of JAX's primitives: what a block of hooks knows about each of them. A primitive without a row is kept.
 
-    ROWS["max"].recomputed      {Error.EXACT: _always, Error.RELATIVE: _always, Error.RANGE: _within}
+    FACTS["max"].recomputed      {Error.EXACT: _always, Error.RELATIVE: _always, Error.RANGE: _within}
 
 Backward may compute max(x, y) again if x and y are exact, or have an error relative to each value, as after a cast. If
 the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
-too: their maximum may have a smaller range, so that its own packing would be finer. Without a limit, never computed
-again: products and convolutions, which cost too much; reductions, whose results are small; comparisons of floats and
-all else that decides, since XLA rounds differently in another fusion; gathers, slices of what is computed, and what
-else communicates along a sharded axis; random bits; loops, callbacks and kernels. tests: hooks/test_recompute.py
+too: their maximum may have a smaller range, so that its own packing would be finer. Only a limit lets it compute again:
+products and convolutions, which cost too much; reductions, whose results are small; gathers, slices of what is
+computed, and what else communicates along a sharded axis; random bits. Nothing does: comparisons of floats and all else
+that decides, since XLA rounds differently in another fusion; loops, callbacks and kernels. tests:
+hooks/test_recompute.py, hooks/test_limit.py
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pylayer_jax._jax.jaxprs import operations
 from pylayer_jax._jax.traces import Var, is_tracer
 from pylayer_jax._jax.types import typeof
 
-JITTED: Final = ("jit",)
 BODIES: Final = ("scan", "cond", "shard_map")
 
 
@@ -58,7 +59,7 @@ class Operand(NamedTuple):
     """What is known about an operand of an equation that backward may repeat."""
 
     value: Any  # a variable, or a number
-    rounded: frozenset[Any]  # the kept tensors with an error from which it is computed
+    sources: frozenset[Any]  # the kept tensors with an error from which it is computed
     distance: int  # from the kept tensors that it is computed from
     by: str  # the primitive that computes it again; "" for a kept tensor
     is_uniform: bool = False  # whether it is the same along the last axis, as a mean: it scales a row and its error
@@ -69,7 +70,7 @@ class Operand(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        return not self.rounded
+        return not self.sources
 
     @property
     def moves_range(self) -> bool:
@@ -103,7 +104,7 @@ _to_float: Condition = lambda e, xs: jnp.issubdtype(e.params["new_dtype"], jnp.i
 _widens: Condition = lambda e, xs: _is_integer(xs[0].aval.dtype) or np.can_cast(xs[0].aval.dtype, e.params["new_dtype"])
 _within: Condition = lambda _, xs: all(x.is_exact or x.distance == SAME for x in xs)
 _near: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
-_near_one: Condition = lambda e, xs: _near(e, xs) and _of_one(e, xs)
+_near_of_same: Condition = lambda e, xs: _near(e, xs) and _of_same_tensors(e, xs)
 _of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
 _by_one_per_row: Condition = lambda _, xs: not xs[1].moves_range
 _moves_range_once: Condition = lambda _, xs: sum([x.moves_range for x in xs]) <= 1
@@ -121,26 +122,32 @@ def _of_formula(equation: Any, operands: Sequence[Operand]) -> bool:
     return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
 
 
-def _of_one(_: Any, operands: Sequence[Operand]) -> bool:
+def _of_same_tensors(_: Any, operands: Sequence[Operand]) -> bool:
     # All operands follow from the same tensors, or are numbers: x + x³ and 1 + x, but not x - mean.
-    return len({x.rounded for x in operands if x.rounded}) == 1 and all(
-        x.rounded or is_number(x.value) for x in operands
+    return len({x.sources for x in operands if x.sources}) == 1 and all(
+        x.sources or is_number(x.value) for x in operands
     )
+
+
+def _is_elementwise(equation: Any, _: Sequence[Operand]) -> bool:
+    return all(name == "jit" or FACTS[name].recomputed for name in operations(equation.params["call_jaxpr"]))
 
 
 def _either(*conditions: Condition) -> Condition:
     return lambda equation, operands: any(condition(equation, operands) for condition in conditions)
 
 
-class Row(NamedTuple):
-    """Facts about one primitive."""
+class Facts(NamedTuple):
+    """What is known about one primitive."""
 
     recomputed: Mapping[Error, Condition] = {}  # the errors of its operands from which its result may be computed again
     is_move: bool = False  # it computes nothing: its result has the values of its operand, if it has one
     is_view: bool = False  # its result has the origin of its operand, and is left unpacked where the operand is
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
-    amplifies: bool = False  # an error of an operand can become large: it is made of exact tensors, or packed itself
+    amplifies: bool = (
+        False  # it can make an error large: backward makes a residual that it reads of exact tensors alone
+    )
     # The transpose of its derivative compares an operand, as for max pooling, or solves with it: with L and U of a
     # matrix in one array, which have very different sizes in one row. Hooks that round do not pack such an operand.
     needs_exact: bool = False
@@ -148,85 +155,87 @@ class Row(NamedTuple):
     decides: bool = False  # its result changes by leaps
     costs: bool = False  # only a limit lets backward compute it again, unless it is a view of what comes from outside
     per_element: int = 1  # about how many operations an element of the result takes; products and reductions: more
-    # The degree c of the result, of the equation and the degree d of an operand: if that is (1 + e)ᵈ times as large,
-    # the result is (1 + e)ᶜ times as large. None: c is d.
+    # (equation, d) -> c: if an operand is (1 + e)ᵈ times as large, the result is (1 + e)ᶜ times as large. None: c is d.
     degree: Callable[[Any, float], float] | None = None
     adds_degrees: bool = False  # whether c is the sum for all operands, as of a product; else it is that of the largest
 
 
-def _rows() -> dict[str, Row]:
+def _facts() -> dict[str, Facts]:
     exact, relative, any_error = Error.EXACT, Error.RELATIVE, tuple(Error)
 
-    def row(names: str, recomputed: dict[Error, Condition] | None = None, **facts: Any) -> dict[str, Row]:
+    def facts(names: str, recomputed: dict[Error, Condition] | None = None, **more: Any) -> dict[str, Facts]:
         found = recomputed or {}
         if Error.UNKNOWN in found:
             found = found | {Error.OVERFLOWING: found[Error.UNKNOWN]}
-        return {name: Row(found, **facts) for name in names.split()}
+        return {name: Facts(found, **more) for name in names.split()}
 
     def elementwise(range_: Condition | None = None, integers: bool = False) -> dict[Error, Condition]:
         found = {exact: _always, relative: _always}
         return found | ({Error.RANGE: range_} if range_ else {}) | ({Error.UNKNOWN: _of_integers} if integers else {})
 
-    of_rows = {**dict.fromkeys((exact, relative), _always), **dict.fromkeys((Error.UNKNOWN, Error.RANGE), _keeps_rows)}
+    moves = {**dict.fromkeys((exact, relative), _always), **dict.fromkeys((Error.UNKNOWN, Error.RANGE), _keeps_rows)}
     everywhere = dict.fromkeys(any_error, _always)
     of_integers = dict.fromkeys(any_error, _of_integers)
     cast = {exact: _to_float, Error.UNKNOWN: _widens, relative: _to_float, Error.RANGE: _to_float}
     only_exact: dict[Error, Condition] = {exact: _always}
     view: dict[str, Any] = {"is_view": True, "keeps_nothing": True}
     # The difference of near values multiplies a relative error.
-    sums = elementwise(_either(_moves_range_once, _near_one), integers=True) | {
-        relative: _either(_of_integers, _of_one)
+    sums = elementwise(_either(_moves_range_once, _near_of_same), integers=True) | {
+        relative: _either(_of_integers, _of_same_tensors)
     }
     return {
-        **row("broadcast_in_dim copy iota reshape squeeze transpose", of_rows, is_move=True, **view),
-        **row("name pvary stop_gradient", everywhere, is_move=True, **view),
-        **row("device_put pcast sharding_constraint", **view),
+        **facts("broadcast_in_dim copy iota reshape squeeze transpose", moves, is_move=True, **view),
+        **facts("name pvary stop_gradient", everywhere, is_move=True, **view),
+        **facts("device_put pcast sharding_constraint", **view),
         # A slice, and a reversal, communicate along a sharded axis.
-        **row("rev slice split unstack", **view, costs=True),
-        **row("dynamic_slice", is_view=True, costs=True),
-        **row("convert_element_type", cast, **view),
-        **row("new_ref psum real imag", keeps_nothing=True),
-        **row("concatenate pad reduce_sum", keeps_nothing=True, costs=True),
-        **row("cumsum cumlogsumexp cummax cummin cumprod gather", costs=True),
-        **row("reduce_and reduce_max reduce_min reduce_or", costs=True),
-        **row("bitcast_convert_type random_fold_in random_seed random_unwrap random_wrap", costs=True),
-        **row("shift_left shift_right_arithmetic shift_right_logical", costs=True),
-        **row("random_bits threefry2x32", costs=True, per_element=100),
-        **row("neg", everywhere, keeps_nothing=True),
-        **row("add add_any sub", sums, keeps_nothing=True),
-        **row(
+        **facts("rev slice split unstack", **view, costs=True),
+        **facts("dynamic_slice", is_view=True, costs=True),
+        **facts("convert_element_type", cast, **view),
+        **facts("new_ref psum real imag", keeps_nothing=True),
+        **facts("concatenate pad reduce_sum", keeps_nothing=True, costs=True),
+        **facts("cumsum cumlogsumexp cummax cummin cumprod gather", costs=True),
+        **facts("reduce_and reduce_max reduce_min reduce_or", costs=True),
+        **facts("bitcast_convert_type random_fold_in random_seed random_unwrap random_wrap", costs=True),
+        **facts("shift_left shift_right_arithmetic shift_right_logical", costs=True),
+        **facts("random_bits threefry2x32", costs=True, per_element=100),
+        **facts("neg", everywhere, keeps_nothing=True),
+        **facts("add add_any sub", sums, keeps_nothing=True),
+        **facts(
             "mul",
-            elementwise(_either(_moves_range_once, _within, _near_one), integers=True),
+            elementwise(_either(_moves_range_once, _within, _near_of_same), integers=True),
             keeps_numbers=True,
             adds_degrees=True,
         ),
-        **row("div", elementwise(_by_one_per_row), keeps_numbers=True, amplifies=True, adds_degrees=True),
-        **row("square", elementwise(_always), degree=lambda _, d: 2 * d),
-        **row("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
+        **facts("div", elementwise(_by_one_per_row), keeps_numbers=True, amplifies=True, adds_degrees=True),
+        **facts("square", elementwise(_always), degree=lambda _, d: 2 * d),
+        **facts("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
         # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
-        **row("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
-        **row("abs clamp max min select_n", elementwise(_within)),
-        **row("logistic", elementwise(_of_formula), per_element=10),
-        **row("erf tanh", elementwise(_of_formula), per_element=10, degree=lambda _, d: min(d, 1)),
-        **row("cbrt", elementwise(), per_element=10),
-        **row("rsqrt sqrt", elementwise(), per_element=10, amplifies=True, degree=lambda _, d: d / 2),
-        **row("exp exp2 expm1 log log1p pow", only_exact, per_element=10, amplifies=True),
-        **row("acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, per_element=10),
-        **row("and not or xor", of_integers),
-        **row("eq ge gt le lt ne", of_integers, decides=True),
-        **row("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
-        **row("reduce_window_max reduce_window_min select_and_gather_add", needs_exact=True),
-        **row("custom_linear_solve triangular_solve", needs_exact=True),
-        **row("conv_general_dilated dot_general ragged_dot_general", is_product=True, costs=True),
+        **facts("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
+        **facts("abs clamp max min select_n", elementwise(_within)),
+        **facts("logistic", elementwise(_of_formula), per_element=10),
+        **facts("erf tanh", elementwise(_of_formula), per_element=10, degree=lambda _, d: min(d, 1)),
+        **facts("cbrt", elementwise(), per_element=10),
+        **facts("rsqrt sqrt", elementwise(), per_element=10, amplifies=True, degree=lambda _, d: d / 2),
+        **facts("exp exp2 expm1 log log1p pow", only_exact, per_element=10, amplifies=True),
+        **facts(
+            "acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, per_element=10
+        ),
+        **facts("and not or xor", of_integers),
+        **facts("custom_jvp_call", {exact: _is_elementwise}, per_element=10),  # as jax.nn.relu
+        **facts("eq ge gt le lt ne", of_integers, decides=True),
+        **facts("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
+        **facts("reduce_window_max reduce_window_min select_and_gather_add", needs_exact=True),
+        **facts("custom_linear_solve triangular_solve", needs_exact=True),
+        **facts("conv_general_dilated dot_general ragged_dot_general", is_product=True, costs=True),
     }
 
 
-class _Rows(dict[str, Row]):
-    def __missing__(self, name: str) -> Row:
-        return Row()
+class _Table(dict[str, Facts]):
+    def __missing__(self, name: str) -> Facts:
+        return Facts()
 
 
-ROWS: Final = _Rows(_rows())
+FACTS: Final = _Table(_facts())
 
 
 def is_number(value: Any) -> bool:

@@ -47,7 +47,7 @@ class Mark(Identity):
 
 
 class Held(Mark):
-    """Marks residuals that a plan leaves as they are: other hooks packed them, or `ctx` keeps them as attributes."""
+    """Marks residuals that a plan leaves as they are: packed by a body or a block in it, or attributes of `ctx`."""
 
     name = "held"
 
@@ -162,17 +162,16 @@ class Saver:
     layer: str = ""
     places: Sequence[Place] = ()  # of the inputs
     is_exact: bool = False  # whether tensors stay as they are if hooks would round them
-    is_in_jit: bool = False  # whether a jit or `jax.vmap` in the block applies it: where it is staged, a plan packs
+    is_direct: bool = (
+        True  # whether the code of the block applies it, not a jit or `jax.vmap` in it, for which a plan packs
+    )
 
     def save(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
     ) -> tuple[list[Any] | None, list[Any], list[Any]]:
-        """Pack tensors in a block. Return their residuals, the arrays for JAX to keep, and the outputs.
-
-        The residuals have positions in place of the arrays. They are None where the arrays are the tensors themselves.
-        """
+        """Return the residuals with positions in place of arrays, None if nothing is packed; arrays; and outputs."""
         with outside_partial_evaluation([*tensors, *outputs]):
-            if active.value is PLANNED and (self.pair is None or self.is_in_jit):
+            if active.value is PLANNED and (self.pair is None or not self.is_direct):
                 mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
