@@ -14,7 +14,6 @@ saved[0]. The report reads these; for plans, `Program.origin` makes an `Origin` 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -306,7 +305,6 @@ def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tu
                 for traceback, (inner_name, sources) in names_of_equations(code, outer).items():
                     # JAX traces a function once for several calls, perhaps from different functions.
                     known = found.get(traceback, ("", sources))[1]
-                    pairs = itertools.zip_longest(known, sources, fillvalue=source)
-                    is_same = not any(itertools.starmap(frames_between, pairs))
+                    is_same = len(known) == len(sources) and not any(map(frames_between, known, sources))
                     found[traceback] = inner_name, sources if is_same else ()
     return found

@@ -221,7 +221,7 @@ def _facts() -> dict[str, Facts]:
             "acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, per_element=10
         ),
         **facts("and not or xor", of_integers),
-        **facts("custom_jvp_call", {exact: _is_elementwise}, per_element=10),  # as jax.nn.relu
+        **facts("custom_jvp_call", {exact: _is_elementwise}, per_element=10, amplifies=True),  # as jax.nn.relu
         **facts("eq ge gt le lt ne", of_integers, decides=True),
         **facts("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
         **facts("reduce_window_max reduce_window_min select_and_gather_add", needs_exact=True),
