@@ -6,9 +6,9 @@ Backward may compute max(x, y) again if x and y are exact, or have an error rela
 the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
 too: their maximum may have a smaller range, so that its own packing would be finer. Only a limit lets it compute again:
 products and convolutions, which cost too much; reductions, whose results are small; gathers, slices of what is
-computed, and what else communicates along a sharded axis; random bits. Nothing does: comparisons of floats and all else
-that decides, since XLA rounds differently in another fusion; loops, callbacks and kernels. tests:
-hooks/test_recompute.py, hooks/test_limit.py
+computed, and what else communicates along a sharded axis; random bits. Never: comparisons of floats and all else that
+decides, since XLA rounds differently in another fusion; loops, callbacks and kernels. tests: hooks/test_recompute.py,
+hooks/test_limit.py
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.jaxprs import operations
-from pylayer_jax._jax.traces import Var, is_tracer
+from pylayer_jax._jax.jaxprs import all_equations
+from pylayer_jax._jax.traces import Literal, Var, is_tracer
 from pylayer_jax._jax.types import typeof
 
 BODIES: Final = ("scan", "cond", "shard_map")
@@ -129,8 +129,15 @@ def _of_same_tensors(_: Any, operands: Sequence[Operand]) -> bool:
     )
 
 
-def _is_elementwise(equation: Any, _: Sequence[Operand]) -> bool:
-    return all(name == "jit" or FACTS[name].recomputed for name in operations(equation.params["call_jaxpr"]))
+def _is_exact_again(equation: Any) -> bool:
+    if equation.primitive.name == "jit":  # its equations are asked too
+        return True
+    condition = FACTS[equation.primitive.name].recomputed.get(Error.EXACT)
+    values = [a.val if isinstance(a, Literal) else a for a in equation.invars]
+    return condition is not None and condition(equation, [Operand(x, frozenset(), SAME, "") for x in values])
+
+
+_is_elementwise: Condition = lambda e, _: all(map(_is_exact_again, all_equations(e.params["call_jaxpr"])))
 
 
 def _either(*conditions: Condition) -> Condition:
@@ -145,9 +152,7 @@ class Facts(NamedTuple):
     is_view: bool = False  # its result has the origin of its operand, and is left unpacked where the operand is
     keeps_nothing: bool = False  # its vjp keeps no array
     keeps_numbers: bool = False  # its vjp keeps no array where an operand (for `div`, the divisor) is a number
-    amplifies: bool = (
-        False  # it can make an error large: backward makes a residual that it reads of exact tensors alone
-    )
+    amplifies: bool = False  # it can enlarge an error: a residual that it reads is kept, or made of exact tensors
     # The transpose of its derivative compares an operand, as for max pooling, or solves with it: with L and U of a
     # matrix in one array, which have very different sizes in one row. Hooks that round do not pack such an operand.
     needs_exact: bool = False

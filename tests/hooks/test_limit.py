@@ -209,6 +209,7 @@ def test_a_comparison_of_floats_is_never_made_again():
     step = layer(lambda x: jnp.where(x > 0, x, 0), lambda x, dy: jnp.where(x > 0, dy, 0), plain=True)
     report = saved_tensors_report(recompute_saved(limit=0)(lambda ws, x: jnp.sum(step.apply(jnp.sin(x @ ws[0])))), W, X)
     assert report.total_bytes == X.nbytes  # what the rule saves, which it may compare
+    assert bytes_held(recompute_saved(limit=0)(lambda ws, x: jnp.sum(jax.nn.softplus(x @ ws[0]) ** 2))) >= X.nbytes
 
 
 @pytest.mark.parametrize(
