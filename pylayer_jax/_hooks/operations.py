@@ -194,7 +194,7 @@ class BlockTrace(PassThroughTrace):
                 return operation.bind(*args)
         is_custom_rule = operation.primitive is None and operation.kind != "shard_map"
         if is_custom_rule and _is_differentiated_now(args, self.parent_trace):  # JAX can call its function only once
-            return apply(UsersRule(operation.name, Saver(self.block.value, "", places), bind=operation.bind), args)
+            return apply(UsersRule(operation.name, Saver(self.block.value, places=places), bind=operation.bind), args)
         planned, operands = self._planned(operation, args, places)
         if not any(has_tangent(v.aval) for v in planned.jaxpr.outvars) or _holds_block(planned.jaxpr):
             return eval_jaxpr(planned.jaxpr, (), *operands)
@@ -264,14 +264,11 @@ def enter_block(pair: Pair) -> Block:
 
 
 def saver_of(layer: str, operands: Sequence[Any], is_exact: bool) -> Saver | None:
-    if active.value is PLANNED:
-        return Saver(None, layer, (), is_exact)
-    pair = active_pair()
-    if pair is None:
+    pair, trace = active_pair(), current_trace()
+    if pair is None and active.value is not PLANNED:
         return None
-    trace = current_trace()
-    is_direct = isinstance(trace, BlockTrace)
-    return Saver(pair, layer, list(map(trace.place_of, operands)) if is_direct else [], is_exact, is_direct)
+    places = list(map(trace.place_of, operands)) if isinstance(trace, BlockTrace) else None
+    return Saver(pair, layer, places, is_exact)
 
 
 def mark_as_computed(values: Sequence[Any]) -> None:

@@ -158,26 +158,23 @@ class UnpackedTensors:
 class Saver:
     """Saves the tensors of one layer or rule of a user in a decorated function or a `with` block."""
 
-    pair: Pair | None = None  # None in a decorated function: its plan packs
+    pair: Pair | None = None  # None in a decorated function, whose plan packs
     layer: str = ""
-    places: Sequence[Place] = ()  # of the inputs
+    places: Sequence[Place] | None = None  # of the inputs; None there, and in a jit or `jax.vmap` within a block
     is_exact: bool = False  # whether tensors stay as they are if hooks would round them
-    is_direct: bool = (
-        True  # whether the code of the block applies it, not a jit or `jax.vmap` in it, for which a plan packs
-    )
 
     def save(
         self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
     ) -> tuple[list[Any] | None, list[Any], list[Any]]:
         """Return the residuals with positions in place of arrays, None if nothing is packed; arrays; and outputs."""
         with outside_partial_evaluation([*tensors, *outputs]):
-            if active.value is PLANNED and (self.pair is None or not self.is_direct):
+            if active.value is PLANNED and self.places is None:
                 mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
                 return None, list(tensors), list(outputs)
-            inputs_of = zip(inputs, self.places, strict=False)
-            residual_of = {id(x): x for x, place in inputs_of if self.pair.never_packs(place)}
+            place_of_input = zip(inputs, self.places or (), strict=False)
+            residual_of = {id(x): x for x, place in place_of_input if self.pair.never_packs(place)}
             with active(SUSPENDED):
                 for i, x in enumerate(tensors):
                     if id(x) not in residual_of:
