@@ -339,7 +339,23 @@ def products_and_decisions(primitive: Any, *types: Any, **params: Any) -> bool:
     return (row.decides or is_rounding) and any(map(has_tangent, types))
 
 
-# -- blocks of values ------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------------
+
+
+def _pack_bits(x: Any) -> Any:
+    """Pack 8 bools into a byte, along the last axis whose length in each shard is a multiple of 8, if there is one."""
+    for axis in reversed(range(x.ndim)):
+        length = x.shape[axis]
+        if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
+            return Partial(_unpack_bits, jnp.packbits(x, axis), axis)
+    return x
+
+
+def _unpack_bits(packed: jax.Array, axis: int) -> jax.Array:
+    return jnp.unpackbits(packed, axis).astype(bool)
+
+
+# -- quantization ----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -351,53 +367,6 @@ def _divisor_near(in_shard: int, largest: int) -> int:
     return fitting if fitting >= min(in_shard, largest // 8) else min(n for n in divisors if n > largest)
 
 
-def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
-    """Divide an axis into blocks: [..., n, ...] becomes [..., n / length, length, ...]."""
-    if sharding is not None:
-        names = tuple(sharding.spec)
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*names[: axis + 1], None, *names[axis + 1 :]))
-    shape = (*x.shape[:axis], x.shape[axis] // length, length, *x.shape[axis + 1 :])
-    return jnp.reshape(x, shape, out_sharding=sharding)
-
-
-def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-    return jnp.reshape(x, shape, out_sharding=sharding)
-
-
-# -- bits ------------------------------------------------------------------------------------------------
-
-
-def _pack_bits(x: Any) -> Any:
-    """Pack 8 bools into a byte, along the last axis whose length in each shard is a multiple of 8, if there is one."""
-    for axis in reversed(range(x.ndim)):
-        length = x.shape[axis]
-        if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
-            sharding = explicit_sharding(x)
-            return Partial(_from_bits, _to_bits(x, axis, sharding), axis, sharding)
-    return x
-
-
-def _with_bit_numbers(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
-    return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _to_bits(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    x, numbers = _with_bit_numbers(_divided(x, axis, 8, sharding), axis + 1)
-    return jnp.sum(x.astype(jnp.uint8) << numbers, axis=axis + 1, dtype=jnp.uint8)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    bits, numbers = _with_bit_numbers(jnp.expand_dims(array, axis + 1), axis + 1)
-    return _joined((bits >> numbers) & 1 != 0, axis, sharding)
-
-
-# -- quantization ----------------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _quantize(x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any) -> tuple[jax.Array, ...]:
     """Return uint8 codes [..., blocks, length], for 4 bits two in each uint8, and three numbers of each block.
@@ -405,7 +374,10 @@ def _quantize(x: jax.Array, bits: int, stochastic: bool, length: int, sharding: 
     These are the smallest value; the smallest of the larger ones, or the largest finite one if there are none; and the
     largest finite value.
     """
-    x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
+    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    x = jnp.reshape(x, (*x.shape[:-1], x.shape[-1] // length, length), out_sharding=sharding)
     smallest, second, high = _ends(x)
     constants = jnp.uint8(2**bits - 2), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
     high, smallest_code, nan_code, position = _depending_on(high, *constants)
@@ -492,7 +464,7 @@ def _dequantize(
     # clamp. `2 * half` may overflow, so `x * half` is added twice.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(codes < 2**bits - 2, x, jnp.where(codes == 2**bits - 1, nan, smallest))
-    return _joined(x, x.ndim - 2, sharding).astype(dtype)
+    return jnp.reshape(x, (*x.shape[:-2], -1), out_sharding=sharding).astype(dtype)
 
 
 # -- files -----------------------------------------------------------------------------------------------
