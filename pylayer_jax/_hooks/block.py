@@ -258,13 +258,12 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 return self._planned(function, args, kwargs)
             has_block = not self._pair.needs_plan
             if not has_block:
-                self._check_enabled()
+                self._begin()
             watch = BackwardWatch()
             with self if has_block else contextlib.nullcontext():
                 with set_current_trace(watch) if is_first else contextlib.nullcontext():
                     result = function(*args, **kwargs)
-                block = entered_block(self._pair) if has_block else None
-                if block is not None:
+                if (block := entered_block(self._pair)) is not None:
                     block.is_loss = not watch.was_seen
             if watch.was_seen and not has_block:
                 self._tell(should_have_packed=True)
@@ -279,9 +278,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
     def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
-        self._check_enabled()
-        self._was_entered = True
-        self._pair.store.add_owner(self)
+        self._begin()
         try:
             result = call_planned(function, self._pair, args, kwargs, self._warn_once)
         except NotPlannedError as error:
@@ -305,21 +302,22 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         with self:
             return function(*args, **kwargs)
 
-    def _check_enabled(self) -> None:
+    def _begin(self) -> None:
+        """Raise an error where hooks are disabled, or note that this pair is in use."""
         block = innermost_block()
         if block is not None and isinstance(block.value, str):
             block.check_task()
             raise RuntimeError(block.value)
+        self._was_entered = True
+        self._pair.store.add_owner(self)
 
     def __enter__(self) -> Self:
-        self._check_enabled()
         if self._pair.needs_plan:
             raise TypeError(
                 f"{type(self).__name__}: a limit, by_name, and an `only` that takes (array, info) decide for a whole "
                 "function, and a `with` block packs each operation alone: decorate the function, as in packer(loss)."
             )
-        self._was_entered = True
-        self._pair.store.add_owner(self)
+        self._begin()
         enter_block(self._pair)
         return self
 
