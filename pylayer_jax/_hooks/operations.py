@@ -19,12 +19,12 @@ import jax
 from pylayer_jax._jax.jaxprs import all_equations, inner_jaxprs, with_current_line
 from pylayer_jax._jax.rule_function import Values, apply, payload_of, rule_function_p
 from pylayer_jax._jax.traces import (
-    BATCHED,
     FORWARD,
     REVERSE,
     STAGED,
     PassThroughTrace,
     ShapedArray,
+    TraceState,
     current,
     current_trace,
     eval_jaxpr,
@@ -57,11 +57,6 @@ class Operation(NamedTuple):
     params: dict[str, Any] = {}
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
-    def keeps_nothing(self, args: Sequence[Any]) -> bool:
-        factors = args[1:] if self.kind == "div" else args
-        numbers = factors if FACTS[self.kind].keeps_numbers else ()
-        return any(map(is_number, numbers)) or _is("keeps_nothing", self.kind, self.params)
-
 
 def _is(fact: str, name: str, params: dict[str, Any]) -> bool:
     """Return whether a fact is true of an operation, or of all in a jitted function whose results have tangents."""
@@ -79,18 +74,18 @@ def _may_keep_residuals(operation: Operation, args: Sequence[Any]) -> bool:
     is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
     is_later = STAGED.tracer in kinds and not is_in_forward_mode  # JAX may differentiate the jaxpr later
     are_arrays = {type(typeof(x)) for x in args} <= {ShapedArray}  # not Refs or tokens
-    return (is_differentiated or is_later) and are_arrays and operation.kind != "while"  # which has no reverse mode
+    if not (is_differentiated or is_later) or not are_arrays or operation.kind == "while":  # which has no reverse mode
+        return False
+    factors = args[1:] if operation.kind == "div" else args
+    has_number = FACTS[operation.kind].keeps_numbers and any(map(is_number, factors))
+    return not (has_number or _is("keeps_nothing", operation.kind, operation.params))
 
 
-def _is_differentiated_now(args: Sequence[Any], trace: Any) -> bool:
+def _is_differentiated_now(args: Sequence[Any]) -> bool:
     """Return whether JAX differentiates an operation as it runs."""
-    examples = list(map(whole_batch, args))
-    while isinstance(trace, (BATCHED.trace, FORWARD.trace, REVERSE.trace)):
-        if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
-            return True
-        # A trace that differentiates none of the operands passes the operation on to its parent trace.
-        trace = without_pass_through(trace.parent_trace)
-    return False
+    traces = [x._trace for x in map(whole_batch, args) if isinstance(x, REVERSE.tracer)]
+    differentiations = TraceState().differentiations
+    return any(trace is t for trace in traces for t in differentiations)
 
 
 class _BlockMark(Identity):
@@ -188,12 +183,12 @@ class BlockTrace(PassThroughTrace):
         closes_over_ref = any(not isinstance(v.aval, ShapedArray) for jaxpr in inner for v in jaxpr.constvars)
         if closes_over_ref or any(map(_holds_block, inner)):
             return operation.bind(*args)
-        if not _may_keep_residuals(operation, args) or operation.keeps_nothing(args):
+        if not _may_keep_residuals(operation, args):
             # The keys of JAX's caches contain the active block: JAX would compile an eager operation per pair.
             with active(SUSPENDED):
                 return operation.bind(*args)
         is_custom_rule = operation.primitive is None and operation.kind != "shard_map"
-        if is_custom_rule and _is_differentiated_now(args, self.parent_trace):  # JAX can call its function only once
+        if is_custom_rule and _is_differentiated_now(args):  # JAX can call its function only once
             return apply(UsersRule(operation.name, Saver(self.block.value, places=places), bind=operation.bind), args)
         planned, operands = self._planned(operation, args, places)
         if not any(has_tangent(v.aval) for v in planned.jaxpr.outvars) or _holds_block(planned.jaxpr):
