@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from ._arguments import warn_of_integer_outputs
 from ._call import LayerCall
 from ._context import ForwardResult, Outputs, SavedContext
-from ._hooks.saving import UnpackedTensors, held, keeps_residuals
+from ._hooks.saving import held, keeps_residuals, reader
 from ._jax.jaxprs import dependence, equations_to, evaluate_jaxpr, evaluate_part, stage, with_checkpoint_names
 from ._jax.linearity import transpose_jaxpr
 from ._jax.rule_function import (
@@ -158,10 +158,7 @@ class LayerMap(LinearMap):
             raise error
 
     def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
-        """Return a function of an index, which unpacks a tensor when `backward` first reads it."""
-        # XLA waits for the cotangents.
-        found = residuals if self.packed is None else UnpackedTensors(self.packed, residuals, cotangents)
-        return found.__getitem__
+        return residuals.__getitem__ if self.packed is None else reader(self.packed, residuals, cotangents)
 
 
 class CodeMap(LinearMap):

@@ -72,7 +72,6 @@ from .saving import (
     ReadAgain,
     SavedByRule,
     Saver,
-    UnpackedTensors,
     UsersRule,
     Vjp,
     behind_barrier,
@@ -81,6 +80,7 @@ from .saving import (
     numbered,
     outside_blocks,
     past_blocks,
+    unpacked,
 )
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -592,9 +592,8 @@ class Plan:
                     self.derivative.evaluate(action.code, values)
                 else:
                     found = [residual_of[v] for v in action.restored]
-                    unpacked = UnpackedTensors(found, arrays, [values[v] for v in action.bound])
-                    values |= zip(action.restored, unpacked.all(), strict=True)
-                    values |= zip(action.bound, unpacked.cotangents, strict=True)
+                    tensors, bound = unpacked(found, arrays, [values[v] for v in action.bound])
+                    values |= zip([*action.restored, *action.bound], [*tensors, *bound], strict=True)
                 for v in action.dropped:
                     values.pop(v, None)
             outputs = [v.val if isinstance(v, Literal) else values[v] for v in backward.jaxpr.outvars]

@@ -113,45 +113,36 @@ def outside_blocks() -> Generator[None]:
         yield
 
 
-class UnpackedTensors:
-    """Kept tensors, each unpacked when a layer, rule or plan first reads it; in staged code, after the cotangents."""
+def unpacked(residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Values, Values]:
+    """Return the tensors of residuals, which have positions in place of arrays, and the cotangents to go on with."""
+    positions = list(dict.fromkeys(tree_leaves(list(residuals))))
+    present = [c is not None for c in cotangents]
+    read, given = as_arrays([arrays[i] for i in positions]), select(cotangents, present)
+    # Without a barrier, XLA may unpack a tensor after packing, and hold all tensors until backward begins; or transpose
+    # or broadcast one that is kept as it is. It waits only if backward uses the cotangents that come from the barrier.
+    if given and any(map(is_staged, read)):
+        bound = barrier([*read, *given], waits=True)
+        read, given = bound[: len(read)], bound[len(read) :]
+    array_at = dict(zip(positions, read, strict=True))
+    distinct = {id(x): x for x in residuals}  # what is saved twice is unpacked once
+    tensor_of = {key: restored(tree_map(array_at.__getitem__, x)) for key, x in distinct.items()}
+    return [tensor_of[id(x)] for x in residuals], scatter(given, present)
 
-    def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
-        self._residuals, self._arrays = residuals, arrays
-        self.cotangents = list(cotangents)  # the barriers replace these cotangents
-        self._waiting: dict[int, Any] = {}  # position -> the array behind a barrier
-        self._done: dict[int, Any] = {}  # id of a residual -> its tensor
 
-    def __getitem__(self, index: int) -> Any:
-        with outside_blocks():
-            return self._tensor(index)
+def reader(residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
+    """Return a function of an index, which unpacks a tensor when a layer first reads it."""
+    done: dict[int, Any] = {}  # id of a residual -> its tensor
 
-    def all(self) -> list[Any]:
-        # Also a tensor that is kept as it is waits: XLA would transpose or broadcast it when the forward pass ends.
-        self._wait(tree_leaves(list(self._residuals)))
-        return list(map(self._tensor, range(len(self._residuals))))
-
-    def _tensor(self, index: int) -> Any:
-        residual = self._residuals[index]
+    def read(index: int) -> Any:
+        residual = residuals[index]
         if not isinstance(residual, Partial):
-            return self._waiting.get(residual, self._arrays[residual])
-        if id(residual) not in self._done:
-            self._wait(tree_leaves(residual))
-            self._done[id(residual)] = restored(tree_map(self._waiting.__getitem__, residual))
-        return self._done[id(residual)]
+            return arrays[residual]
+        if id(residual) not in done:
+            with outside_blocks():
+                (done[id(residual)],), _ = unpacked([residual], arrays, cotangents)
+        return done[id(residual)]
 
-    def _wait(self, positions: Collection[int]) -> None:
-        if not (positions := [i for i in dict.fromkeys(positions) if i not in self._waiting]):
-            return
-        present = [c is not None for c in self.cotangents]
-        arrays, cotangents = as_arrays([self._arrays[i] for i in positions]), select(self.cotangents, present)
-        # Without a barrier, XLA may unpack a tensor after packing, and hold all tensors until backward begins. It waits
-        # only if backward uses the cotangents that come from the barrier.
-        if cotangents and any(map(is_staged, arrays)):
-            bound = barrier([*arrays, *cotangents], waits=True)
-            arrays, cotangents = bound[: len(positions)], bound[len(positions) :]
-        self.cotangents = scatter(cotangents, present)
-        self._waiting |= zip(positions, arrays, strict=True)
+    return read
 
 
 @dataclasses.dataclass(eq=False)
@@ -274,8 +265,7 @@ class UsersRule(HookedFunction):
             if packed is None:
                 return vjp.gradients(residuals, cotangents)
             with outside_blocks():
-                unpacked = UnpackedTensors(packed, residuals, cotangents)
-                return vjp.gradients(unpacked.all(), unpacked.cotangents)
+                return vjp.gradients(*unpacked(packed, residuals, cotangents))
 
         return values, Pullback(self.name, len(arrays), vjp.cotangent_types, transpose), arrays, vjp.nonzero
 
