@@ -9,8 +9,9 @@
 Put the block around the whole loss: a pair packs the residuals that are computed inside it. Integers, complex numbers
 and PRNG keys are not packed. Unpacking restores the dtype, the sharding and the weak type of every tensor.
 
-`arguments` also packs weights, inputs, and their slices, reshapes and casts. `only` gets an array, or an array and its
-origin (see `saved_tensors_hooks`): `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars.
+Arguments of the ready pairs: with `recompute=False`, backward keeps what it would compute again. `arguments` also packs
+weights, inputs, and their slices, reshapes and casts. `only` gets an array, or an array and its origin (see
+`saved_tensors_hooks`): `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars.
 """
 
 from __future__ import annotations
@@ -146,13 +147,10 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Traced code moves each tensor to the host memory space of its device (`jax.memory.Space.Host`), if the device has
     one. So does eager mode with `pin_memory`, or if the array is spread over several processes. Otherwise it keeps a
-    NumPy array.
+    NumPy array. `pylayer_jax.packers` tells of the other arguments.
 
     Args:
         pin_memory: whether eager mode keeps tensors in page-locked memory, which makes the transfer back faster.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
     """
 
     def __init__(
@@ -194,13 +192,11 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         True
 
     Only floating-point tensors wider than `dtype` are cast. bfloat16 has the range of float32, and changes a value by
-    at most 1 part in 256. float16 is more exact, but values above 65504 become infinity.
+    at most 1 part in 256. float16 is more exact, but values above 65504 become infinity. `pylayer_jax.packers`
+    tells of the other arguments.
 
     Args:
         dtype: the floating-point dtype in which tensors are kept, of at least 16 bits.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
 
     Raises:
         TypeError: for another dtype.
@@ -256,7 +252,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     smallest normal number, all values from a to b become a. NaN and inf become NaN, and do not affect other values.
 
     The blocks cover the last axis of each shard exactly, so that packing needs no padding, and no communication between
-    devices. A tensor that packing would not make smaller is not packed.
+    devices. A tensor that packing would not make smaller is not packed. `pylayer_jax.packers` tells of the other
+    arguments.
 
     Args:
         bits: the number of bits per value, 8 or 4.
@@ -264,9 +261,6 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             axis, and is larger than `block_size` if no divisor is near it, as for a large prime length.
         stochastic: whether to round up or down at random, without bias. The random numbers are a hash of the value and
             of its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
 
     Raises:
         ValueError: for other `bits`, or if `block_size` is not a positive even number.
@@ -479,13 +473,11 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program, it
     is removed when the operation that wrote it runs again after backward has read it. `close()` and the end of the
     process remove all files. Pairs with the same directory share compiled programs, whose files the last `close()`
-    removes. A killed process leaves its files in a folder named saved_tensors-*.
+    removes. A killed process leaves its files in a folder named saved_tensors-*. `pylayer_jax.packers` tells of the
+    other arguments.
 
     Args:
         directory: where the pair creates a folder for its files. It is created if needed.
-        recompute: whether backward computes cheap operations again instead of keeping their results.
-        arguments: whether to pack values from outside the block too.
-        only: a predicate that selects the tensors to pack.
 
     Raises:
         OSError: if the directory cannot be written to, or is full (complete files stay readable); in backward, if a
