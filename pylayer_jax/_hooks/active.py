@@ -34,12 +34,12 @@ class Block(set[Any]):
 
     NOTE [blocks as keys]
     The current block is a part of the keys of JAX's caches, which may keep it forever. So a block drops its pair when
-    the program leaves it, and keeps only a hash of its key.
+    the program leaves it, and keeps only a hash of its key. JAX reuses a jaxpr if the current block equals the one in
+    the key:
 
-    JAX reuses a jaxpr if the current block equals the one in the key:
-
-    - A jaxpr whose code did not ask for hooks (`active_pair`) does not depend on them. The block in its key is still
-      shared, and equals each shared block of this thread: a new pair compiles nothing again.
+    - Most jaxprs, as that of `jnp.linalg.norm`, do not depend on hooks: their code does not ask for them
+      (`active_pair`). So a block outside of staged code begins as *shared*: it equals each shared block of this
+      thread. Otherwise JAX would trace and compile such code again for each new pair.
     - When code asks for hooks while JAX traces a jaxpr, the block stops being shared: its jaxprs are for equal pairs.
 
     Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: one
