@@ -293,21 +293,17 @@ def _pack(
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)
 
-    def is_made(x: Any) -> bool:  # a hook that returns the saved tensor itself made no new array
-        return is_part or x is not array
-
-    # Where JAX traces the hooks, a concrete array is a constant, which no later step packs.
-    candidates = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)] if later else []
-    later_of = {id(x): _steps_that_pack(x, later, where, origin, is_made(x)) for x in candidates}
-
-    def packed_again(x: Any) -> Any:
-        own = later_of.get(id(x))
-        return _pack(store, own, x, where, origin, is_made(x)) if own else x
-
+    returned, again = split(packed)[0] if later else [], dict[int, Partial]()  # id -> what later steps make of an array
+    for x in returned:
+        # Where JAX traces the hooks, a concrete array is a constant, which no later step packs.
+        if is_tracer(x) == is_tracer(array) and id(x) not in again:
+            is_made = is_part or x is not array  # a hook that returns the saved tensor itself made no new array
+            if own := _steps_that_pack(x, later, where, origin, is_made):
+                again[id(x)] = _pack(store, own, x, where, origin, is_made)
     # A NumPy array that no later step packs stays in the skeleton, so on the host, and is freed with the function that
     # `jax.vjp` returned.
-    leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
-    return Partial(_restorer(array, unpack, skeleton, here), *map(packed_again, leaves))
+    leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or id(x) in again)
+    return Partial(_restorer(array, unpack, skeleton, here), *[again.get(id(x), x) for x in leaves])
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
