@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Final
 
@@ -130,19 +131,15 @@ def unpacked(residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequen
 
 
 def reader(residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
-    """Return a function of an index, which unpacks a tensor when a layer first reads it."""
-    done: dict[int, Any] = {}  # id of a residual -> its tensor
+    """Return a function of an index, which unpacks the tensors of a layer when it first reads one of them."""
+    is_packed = [isinstance(x, Partial) for x in residuals]
 
-    def read(index: int) -> Any:
-        residual = residuals[index]
-        if not isinstance(residual, Partial):
-            return arrays[residual]
-        if id(residual) not in done:
-            with outside_blocks():
-                (done[id(residual)],), _ = unpacked([residual], arrays, cotangents)
-        return done[id(residual)]
+    @functools.cache
+    def tensors() -> Values:
+        with outside_blocks():
+            return scatter(unpacked(select(residuals, is_packed), arrays, cotangents)[0], is_packed)
 
-    return read
+    return lambda index: tensors()[index] if is_packed[index] else arrays[residuals[index]]
 
 
 @dataclasses.dataclass(eq=False)
