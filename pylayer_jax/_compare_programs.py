@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._jax.jaxprs import has_equation
+from ._jax.jaxprs import all_equations
 from ._jax.types import has_tangent, is_tensor
 from ._messages import bytes_of, describe
 from ._report import function_of, html_table, new_axes, progress, saved_tensors_report, text_table, type_of
@@ -344,7 +344,7 @@ class _Compiler:
                 operations=cost.get("flops"),
                 transcendentals=cost.get("transcendentals", 0.0 if cost else None),
                 accessed_bytes=cost.get("bytes accessed"),
-                has_loop=has_equation(traced.jaxpr, "scan", "while"),
+                has_loop=any(e.primitive.name in ("scan", "while") for e in all_equations(traced.jaxpr)),
                 trace_seconds=middle - start,
                 compile_seconds=end - middle,
             )

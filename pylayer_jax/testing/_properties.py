@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pylayer_jax._jax.jaxprs import evaluate_equation, has_equation, inner_jaxprs, interpret, line_of, stage
+from pylayer_jax._jax.jaxprs import evaluate_equation, inner_jaxprs, interpret, line_of, operations, stage
 from pylayer_jax._jax.linearity import why_not_linear
 from pylayer_jax._jax.traces import NEEDS_VALUES, Literal, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key, is_tensor
@@ -211,7 +211,7 @@ def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> 
         jaxpr, consts, _ = stage(results, list(map(jax.typeof, leaves)), "backward")
     except Exception:  # no gradient, or the function needs concrete values, or fails under jit: other rows tell
         return ""
-    if not has_equation(jaxpr, *_BRANCHES):
+    if _BRANCHES.keys().isdisjoint(operations(jaxpr)):
         return ""
     # `backward` may clip cotangents, so other sizes and signs of these count too.
     points = [(values, w) for values in accepted]
