@@ -23,12 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
-    as_parameter,
     equations_to,
     inner_jaxprs,
     interpret_opened,
     is_users,
-    jaxpr_and_consts,
     jaxpr_of,
     line_of,
     operations,
@@ -168,19 +166,18 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     around = around._replace(within=(*around.within, e))
     is_planned = [bool(body.eqns) for body in inner]
     functions = [Planned(body, places, f"the body of a {name}", around) for body in select(inner, is_planned)]
-    codes = list(map(as_parameter, merge(is_planned, map(_planned_body, functions), inner)))
-    changed = {
-        "scan": {"jaxpr": codes[0]},
-        "cond": {"branches": tuple(codes)},
-        "shard_map": {"jaxpr": jaxpr_and_consts(codes[0])[0]},
-    }
+    codes = merge(is_planned, map(_planned_body, functions), inner)
+    if name == "cond":
+        changed: Any = {"branches": tuple(map(with_jaxpr, params["branches"], codes))}
+    else:
+        changed = {"jaxpr": with_jaxpr(params["jaxpr"], codes[0])}
     is_lent = [place is Place.LENT for place in places]
     positions, lent = np.flatnonzero(is_lent).tolist(), select(e.invars[n_before:], is_lent)
     marked = [Var(v.aval) for v in lent]
     marks = [_application(Lent([v.aval for v in lent], functions, positions), e, lent, marked)] if lent else []
     operands = [*e.invars[:n_before], *merge(is_lent, marked, e.invars[n_before:])]
     bodies.append((e, functions))
-    return [*marks, e.replace(invars=operands, params={**params, **changed[name]})]
+    return [*marks, e.replace(invars=operands, params={**params, **changed})]
 
 
 def _application(function: Any, like: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:

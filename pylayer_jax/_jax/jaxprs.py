@@ -24,7 +24,6 @@ import numpy as np
 from jax.ref import AbstractRef, freeze, new_ref
 
 from .traces import (
-    ClosedJaxpr,
     DebugInfo,
     Jaxpr,
     Literal,
@@ -79,11 +78,6 @@ def stage(
 
 def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(parameter, "jaxpr", parameter), parameter.consts  # since jax 0.12, `Jaxpr` and `ClosedJaxpr` are one
-
-
-def as_parameter(jaxpr: Any) -> Any:
-    """Convert a jaxpr without constants to the class that JAX uses in the parameters of an equation."""
-    return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def with_jaxpr(parameter: Any, jaxpr: Any) -> Any:

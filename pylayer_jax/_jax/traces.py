@@ -21,7 +21,6 @@ from jax.core import eval_jaxpr as eval_jaxpr
 from jax.custom_derivatives import SymbolicZero as SymbolicZero
 from jax.experimental import io_callback as io_callback
 from jax.experimental.buffer_callback import buffer_callback as buffer_callback
-from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import DebugInfo as DebugInfo
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import Literal as Literal
