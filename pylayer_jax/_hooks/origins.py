@@ -14,7 +14,7 @@ saved[0]. The report reads these; for plans, `Program.origin` makes an `Origin` 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -260,8 +260,8 @@ class Program:
                 return e.params["name"]
         return source.name
 
-    def origin(self, source: Source, outer: Origin, given: Mapping[Any, Origin] = {}) -> Origin:
-        """Return the origin of a value in a body with the origin `outer`; `given` has those of inputs."""
+    def origin(self, source: Source, outer: Origin, computed: Collection[Any] = ()) -> Origin:
+        """Return the origin of a value. `outer`: that of the constants, and of the inputs that are `computed`."""
         notes, others = list[Note](), list[Source]()
         while True:
             notes, others = [*source.notes, *notes], [*others, *source.others]
@@ -270,17 +270,17 @@ class Program:
                 break
             source = source.operands[0]
         own = outer
-        if source.is_input:
-            own = given.get(source.variable, Origin())
+        if source.is_input and source.variable not in computed:
+            own = Origin()
         elif source.equations:
             operation = "" if source.layer else self.operation(source)
             own_sources = [e.source_info for e in source.equations]
             _, around = self._named.get(own_sources[-1].traceback, ("", ()))
             sources = (*outer.sources, *around, *own_sources)
-            own = dataclasses.replace(outer, operation=operation, layer=source.layer, name="", sources=sources)
+            own = dataclasses.replace(outer, operation=operation, layer=source.layer, sources=sources)
         savers = [note for note in notes if note.layer]
         names = [note.name for note in notes if note.name and not note.layer]
-        found = tuple(self.origin(x, outer, given) for x in others)
+        found = tuple(self.origin(x, outer, computed) for x in others)
         own = dataclasses.replace(own, name=names[-1] if names else own.name, others=found or own.others)
         if not savers:
             return own

@@ -118,9 +118,8 @@ class Surroundings(NamedTuple):
     """What a planned function knows of the code around it."""
 
     pair: Pair
-    entry: Any = None  # source information of the call of the decorated function
+    origin: Origin = Origin()  # has the call of the decorated function; for a body, its scan, cond or shard_map too
     price: float | None = None  # how many operations backward may spend to save a byte; None: only cheap ones
-    within: tuple[Any, ...] = ()  # the equations that have the body as a parameter, outermost first
 
 
 # An equation, and the planned functions of its bodies.
@@ -163,7 +162,8 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     if name == "scan":
         n_consts, n_carry = scan_counts(e)
         places[n_consts : n_consts + n_carry] = [Place.COMPUTED] * n_carry
-    around = around._replace(within=(*around.within, e))
+    sources = (*around.origin.sources, e.source_info)
+    around = around._replace(origin=dataclasses.replace(around.origin, operation=name, sources=sources))
     is_planned = [bool(body.eqns) for body in inner]
     functions = [Planned(body, places, f"the body of a {name}", around) for body in select(inner, is_planned)]
     codes = merge(is_planned, map(_planned_body, functions), inner)
@@ -681,6 +681,7 @@ class Planned(HookedFunction):
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.jaxpr, self._places, self.name, self.around, self._warn = jaxpr, places, name, around, warn
+        self.is_body = bool(around.origin.sources)
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
@@ -694,7 +695,7 @@ class Planned(HookedFunction):
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         limit = self.around.pair.limit
         plan = self._plan_at(self.around, types, nonzero, plans_bodies)
-        if self.around.within:  # the function around a body has decided on the price, and warns
+        if self.is_body:  # the function around it has decided on the price, and warns
             return plan
         if limit is None:
             if not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
@@ -725,14 +726,10 @@ class Planned(HookedFunction):
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin: Callable[[Any], Origin] = lambda _: Origin()
         if around.pair.is_selective or is_reported.value:
-            outer = Origin(sources=tuple(e.source_info for e in around.within), entry=around.entry)
             # What a loop carries is computed by the loop, and what a shard_map gets, in shards, by the shard_map.
-            operation = around.within[-1].primitive.name if around.within else ""
-            of_body = dataclasses.replace(outer, operation=operation)
-            pairs = zip(derivative.inputs, self._places, strict=True)
-            given = {v: of_body if place is Place.COMPUTED else Origin() for v, place in pairs}
+            computed = {v for v, place in zip(derivative.inputs, self._places, strict=True) if place is Place.COMPUTED}
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
-            origin = lambda v: program.origin(program.source(v), outer, given)
+            origin = lambda v: program.origin(program.source(v), around.origin, computed)
         return Plan(derivative, around, self._places, self.name, origin, bodies)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
@@ -741,7 +738,7 @@ class Planned(HookedFunction):
             plans_bodies = not any(map(is_differentiated, primals))
             plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
             values, residuals, further = plan.run_forward(primals)
-        is_nested = active.value is PLANNED and not self.around.within  # in another decorated function
+        is_nested = active.value is PLANNED and not self.is_body  # in another decorated function
         for i, v in enumerate(plan.free_inputs):
             if is_nested and is_tracer(residuals[i]):  # that one may pack or recompute it
                 types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
@@ -834,7 +831,8 @@ def call_planned(
         raise NotPlannedError("it closes over a jax.Ref")
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
     places = [Place.CONSTANT if is_staging() and not is_tracer(x) else Place.OUTSIDE for x in consts]
-    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, Surroundings(pair, current()), warn)
+    around = Surroundings(pair, Origin(entry=current()))
+    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, around, warn)
     with past_blocks():
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)
