@@ -269,11 +269,11 @@ def _row(
     sizes = [n_parts * _size(tensor.aval) * _size(v.aval) // _size(x.aval) for v, x in kept]
     arrays = [] if source.recomputed_from else [v.aval for v, _ in kept]
     host_bytes = sum(_size(a) for a in arrays if a.memory_space == jax.memory.Space.Host)
-    told = [note.origin for note in tensor.notes if note.origin is not None and note.origin.entry is not None]
-    origin = told[-1] if told else program.origin(tensor, Origin(entry=entry))
+    marked = program.origin_of_marked.get(tensor.key)
+    origin = marked or program.origin(tensor, Origin(entry=entry))
     input_name = name_of_input.get(tensor.variable, "") if tensor.is_input else ""
     savers = [note for note in tensor.notes if note.layer]
-    equations = savers[0].equations if savers else tensor.equations
+    sources = savers[0].sources if savers else [e.source_info for e in tensor.equations]
     layer = origin.layer if origin.name else ""
     remarks = {
         f"the input {input_name}": bool(savers) and tensor.is_input,
@@ -294,7 +294,7 @@ def _row(
         packed_bytes=sum(map(_size, arrays)),
         host_bytes=host_bytes,
         # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
-        source=line_of([e.source_info for e in equations]) or line_of([o.entry for o in told]),
+        source=line_of(sources) or line_of([marked.entry] if marked else []),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
         is_recomputed=not arrays,
         inside=origin.inside,

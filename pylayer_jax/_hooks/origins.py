@@ -105,22 +105,13 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 # -- the sources of values -----------------------------------------------------------------------------------
 
 
-class Note(NamedTuple):
-    """A note that a layer saves a value, or that the value has a name."""
-
-    layer: str  # the layer that saves the value; empty for a `ReportMark` and for `checkpoint_name`
-    name: str
-    equations: tuple[Any, ...]  # those that lead to the layer
-    origin: Origin | None = None  # of a `ReportMark`
-
-
 class Source(NamedTuple):
     """Where a value comes from: an input or constant, or the equation that computes it, perhaps in parts."""
 
     variable: Any
     equations: tuple[Any, ...]  # those that lead to it, outermost first; none for an input or a constant
     operands: Sequence[Source]  # of the last of these
-    notes: list[Note]
+    notes: list[Origin]  # each has the layer that saves the value and its name there, or only a name
     aval: Any  # of one part
     is_input: bool = False
     times: int = 1  # the number of parts
@@ -183,6 +174,7 @@ class Program:
     def __init__(self, jaxpr: Any, code: Any, calls_of: Mapping[Any, Any] = {}) -> None:
         """`code`: what `jaxpr` is a derivative of; `calls_of`: result of an equation -> opened calls around it."""
         self._named, self._calls_of = names_of_equations(code), calls_of
+        self.origin_of_marked: dict[Any, Origin] = {}  # key of a source -> what its `ReportMark` says
         inputs = [_new_source(v, is_input=True) for v in jaxpr.invars]
         known = [*jaxpr.constvars, *jaxpr.invars, *[v for e in jaxpr.eqns for v in e.outvars]]
         self._source_of = dict(zip(known, self._sources(jaxpr, inputs, (), known), strict=True))
@@ -206,16 +198,18 @@ class Program:
             functions = _nested_functions(e)
             function = functions[-1]
             if isinstance(function, ReportMark):
-                x, origin = operands[-1], function.origin  # the operands before it are constants of batched code
+                x = operands[-1]  # the operands before it are constants of batched code
                 packed = x, _key(e, equations)
-                if origin != Origin():
-                    x.notes.append(Note("", origin.name, (), origin))
+                x.notes.append(Origin(name=function.origin.name))
+                if function.origin.entry is not None:
+                    self.origin_of_marked[x.key] = function.origin
             results = [_new_source(v, *equations, operands=operands, packed=packed) for v in e.outvars]
             if layer := getattr(function, "layer_name", ""):
+                sources = tuple(x.source_info for x in equations)
                 for x, name in _saved(functions, operands, results):
-                    x.notes.append(Note(layer, name, equations))
+                    x.notes.append(Origin(layer=layer, name=name, sources=sources))
             if e.primitive.name == "name":
-                operands[0].notes.append(Note("", e.params["name"], equations))
+                operands[0].notes.append(Origin(name=e.params["name"]))
             if _returns_operands(e):
                 return _passed(operands, e.invars, e.outvars)
             bodies = [] if layer or isinstance(function, ReportMark) else _bodies(e)
@@ -262,7 +256,7 @@ class Program:
 
     def origin(self, source: Source, outer: Origin, computed: Collection[Any] = ()) -> Origin:
         """Return the origin of a value. `outer`: that of the constants, and of the inputs that are `computed`."""
-        notes, others = list[Note](), list[Source]()
+        notes, others = list[Origin](), list[Source]()
         while True:
             notes, others = [*source.notes, *notes], [*others, *source.others]
             is_view = bool(source.operands) and FACTS[source.name].is_view
@@ -285,9 +279,9 @@ class Program:
         if not savers:
             return own
         # A name from `saved_names` replaces any other; a default name such as "saved[0]" is for tensors without a name.
-        layer, name = savers[0][:2]
-        keeps_name = own.name and name.startswith(("saved[", "ctx."))
-        return dataclasses.replace(own, layer=own.layer or layer, name=own.name if keeps_name else name)
+        saver = savers[0]
+        keeps_name = own.name and saver.name.startswith(("saved[", "ctx."))
+        return dataclasses.replace(own, layer=own.layer or saver.layer, name=own.name if keeps_name else saver.name)
 
 
 def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tuple[str, tuple[Any, ...]]]:
