@@ -283,11 +283,6 @@ class Derivative:
                 raise
             values.update(zip(part.outvars, found, strict=True))
 
-    def backward(self, used: Sequence[bool]) -> Pass:
-        if (key := tuple(used)) not in self._passes:
-            self._passes[key] = self._staged_backward(used)
-        return self._passes[key]
-
     @functools.cached_property
     def readers(self) -> dict[Any, frozenset[Any]]:
         """Return the residuals that backward reads, each with the operations whose derivatives read it."""
@@ -305,7 +300,10 @@ class Derivative:
                 found[x] = found.get(x, frozenset()) | {operation}
         return found
 
-    def _staged_backward(self, used: Sequence[bool]) -> Pass:
+    def backward(self, used: Sequence[bool]) -> Pass:
+        """Return the pass for the values that have a tangent, and of these for those that have a cotangent."""
+        if (key := tuple(used)) in self._passes:
+            return self._passes[key]
         n = len(self.residuals)
 
         def run(*args: Any) -> tuple[Values, list[bool]]:
@@ -327,7 +325,8 @@ class Derivative:
         live = live_equations(jaxpr, jaxpr.outvars)
         equations = [e for e in live if e.effects or not dependent.isdisjoint(e.outvars)]
         maker = {v: e for e in live for v in e.outvars}
-        return Pass(jaxpr, reached, dependent, equations, maker)
+        self._passes[key] = Pass(jaxpr, reached, dependent, equations, maker)
+        return self._passes[key]
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
@@ -433,16 +432,15 @@ class Plan:
             found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
 
-    def _lent_to(self, v: Any) -> list[tuple[Plan, Any]]:
-        """Return the plans of the bodies that read a variable, each with the input that gets it."""
-        marks = [(mark, i) for mark, i in self.derivative.marks.get(v, ()) if isinstance(mark, Lent)]
-        plans = [(f.plan, mark.inputs[i]) for mark, i in marks for f in mark.functions if f.plan]
-        return [(plan, plan.derivative.inputs[i]) for plan, i in plans]
-
     def _marks_of(self, v: Any, kind: type[Any]) -> list[Any]:
-        """Return the marks of a kind that a variable has, here or in a body."""
-        found = [mark for mark, _ in self.derivative.marks.get(v, ()) if isinstance(mark, kind)]
-        return found + [mark for plan, x in self._lent_to(v) for mark in plan.marks_of_input(x, kind)]
+        """Return the marks of a kind that a variable has, here or in a body to which it is lent."""
+        found = list[Any]()
+        for mark, i in self.derivative.marks.get(v, ()):
+            if isinstance(mark, kind):
+                found.append(mark)
+            for plan in [f.plan for f in mark.functions if f.plan] if isinstance(mark, Lent) else ():
+                found += plan.marks_of_input(plan.derivative.inputs[mark.inputs[i]], kind)
+        return found
 
     def marks_of_input(self, x: Any, kind: type[Any]) -> list[Any]:
         """Return the marks of a free input and its views, so that a plan around this one respects them."""
@@ -685,13 +683,6 @@ class Planned(HookedFunction):
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
-    def _plan_for(self, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
-        key = tuple(nonzero), tuple(types), plans_bodies, is_reported.value
-        if key not in self._plans:
-            self._plans[key] = self._new_plan(types, nonzero, plans_bodies)
-        self.plan = self._plans[key]
-        return self.plan
-
     def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         limit = self.around.pair.limit
         plan = self._plan_at(self.around, types, nonzero, plans_bodies)
@@ -736,7 +727,11 @@ class Planned(HookedFunction):
         with outside_blocks():
             # Residuals that are packed within a body have no second derivative.
             plans_bodies = not any(map(is_differentiated, primals))
-            plan = self._plan_for([typeof(x) for x in primals], nonzero, plans_bodies)
+            types = [typeof(x) for x in primals]
+            key = tuple(nonzero), tuple(types), plans_bodies, is_reported.value
+            if key not in self._plans:
+                self._plans[key] = self._new_plan(types, nonzero, plans_bodies)
+            plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
         is_nested = active.value is PLANNED and not self.is_body  # in another decorated function
         for i, v in enumerate(plan.free_inputs):
