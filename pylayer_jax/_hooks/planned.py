@@ -334,11 +334,11 @@ def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
 
 
 class Action(NamedTuple):
-    """A part of a pass: code that is evaluated, or tensors that are packed or restored."""
+    """A part of a pass: code that is evaluated, or variables that get a value or another one."""
 
     code: Any = None  # a jaxpr
-    restored: Sequence[Any] = ()  # in staged code behind a barrier with the cotangents that are `bound`
-    bound: Sequence[Any] = ()  # in a forward pass: the tensors to round or to pack
+    restored: Sequence[Any] = ()  # the residuals that are unpacked, in staged code behind a barrier with cotangents
+    replaced: Sequence[Any] = ()  # by what the barrier returns; in a forward pass, by the rounded or packed tensor
     dropped: Sequence[Any] = ()  # what no later action reads: eager code would hold it until the pass ends
 
 
@@ -347,8 +347,8 @@ def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[A
     live, found = set(variables(returned)), list[Action]()
     for action in reversed(actions):
         code = action.code
-        made = {*action.bound, *(code.outvars if code else action.restored)}
-        read = [*action.bound, *(code.invars if code else ())]
+        made = {*action.replaced, *(code.outvars if code else action.restored)}
+        read = [*action.replaced, *(code.invars if code else ())]
         code = code and code.replace(outvars=[v for v in code.outvars if v in live])
         found.append(action._replace(code=code, dropped=[v for v in made.union(read) if v not in live]))
         live = (live - made).union(read)
@@ -522,7 +522,7 @@ class Plan:
         for action in self._forward_actions:
             if action.code:
                 derivative.evaluate(action.code, values)
-            for v in action.bound:
+            for v in action.replaced:
                 if v in self._to_round and is_staged(values[v]):
                     # XLA may compute in float32: the forward pass would go on with another value than the one in
                     # bfloat16 that is kept. tests: test_recompute.py::test_the_forward_pass_reads_what_is_kept
@@ -544,12 +544,12 @@ class Plan:
     @functools.cached_property
     def _forward_actions(self) -> list[Action]:
         changed = self._packed | self._to_round
-        actions = [Action(bound=[v for v in self.derivative.forward.invars if v in changed])]
+        actions = [Action(replaced=[v for v in self.derivative.forward.invars if v in changed])]
         equations = list[Any]()
         for e in self.forward_equations:
             equations.append(e)
-            if bound := [v for v in e.outvars if v in changed]:
-                actions += [Action(jaxpr_of(equations)), Action(bound=bound)]
+            if replaced := [v for v in e.outvars if v in changed]:
+                actions += [Action(jaxpr_of(equations)), Action(replaced=replaced)]
                 equations = []
         kept = [v for v in self.kept if v not in self._packed]
         return with_lifetimes(
@@ -587,8 +587,8 @@ class Plan:
                     self.derivative.evaluate(action.code, values)
                 else:
                     found = [residual_of[v] for v in action.restored]
-                    tensors, bound = unpacked(found, arrays, [values[v] for v in action.bound])
-                    values |= zip([*action.restored, *action.bound], [*tensors, *bound], strict=True)
+                    tensors, replaced = unpacked(found, arrays, [values[v] for v in action.replaced])
+                    values |= zip([*action.restored, *action.replaced], [*tensors, *replaced], strict=True)
                 for v in action.dropped:
                     values.pop(v, None)
             outputs = [v.val if isinstance(v, Literal) else values[v] for v in backward.jaxpr.outvars]
@@ -734,12 +734,14 @@ class Planned(HookedFunction):
             plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
         is_nested = active.value is PLANNED and not self.is_body  # in another decorated function
-        for i, v in enumerate(plan.free_inputs):
-            if is_nested and is_tracer(residuals[i]):  # that one may pack or recompute it
-                types, saved = [typeof(residuals[i])], plan.marks_of_input(v, SavedByRule)
-                marks: list[Any] = [SavedByRule(types, is_exact=any(mark.is_exact for mark in saved))] if saved else []
-                for mark in [*marks, *([ReadAgain(types)] if v in plan.inputs_read_again else [])]:
-                    (residuals[i],) = apply(mark, [residuals[i]])
+        for i, v in enumerate(plan.free_inputs if is_nested else ()):  # that one may pack or recompute them
+            if not is_tracer(residuals[i]):
+                continue
+            own_type = [typeof(residuals[i])]
+            if saved := plan.marks_of_input(v, SavedByRule):
+                (residuals[i],) = apply(SavedByRule(own_type, is_exact=any(x.is_exact for x in saved)), [residuals[i]])
+            if v in plan.inputs_read_again:
+                (residuals[i],) = apply(ReadAgain(own_type), [residuals[i]])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)
         linear = Pullback(self.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
