@@ -247,7 +247,7 @@ class Derivative:
         equations, marks = list[Any](), Marks()
         computed: dict[Any, Any] = {}  # what an equation computes -> its results: each value is kept and made once
 
-        def rule(e: Any, operands: list[Any], calls: tuple[Any, ...], operation: Any) -> Sequence[Any]:
+        def rule(e: Any, operands: list[Any], calls: tuple[Any, ...]) -> Sequence[Any]:
             if isinstance(mark := payload_of(e), Mark):
                 for i, x in enumerate(operands):
                     if not isinstance(x, Literal):
@@ -260,6 +260,8 @@ class Derivative:
             results = [Var(v.aval) for v in e.outvars] if calls else e.outvars
             equations.append(e.replace(invars=operands, outvars=results))
             self.calls_of |= dict.fromkeys(results, calls)
+            # JAX gives derivatives the traceback of their operation. A jitted function of JAX has one traceback.
+            operation = tuple(dict.fromkeys([id(x.source_info.traceback) for x in (*calls, e)]))
             self.operation_of |= dict.fromkeys(results, operation)
             if key is not None:
                 computed[key] = results

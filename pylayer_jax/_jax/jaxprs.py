@@ -244,16 +244,14 @@ def interpret_opened(
 ) -> list[Any]:
     """Return the outputs of a jaxpr as `interpret` does, where each jitted function is replaced by its equations.
 
-    `rule` also gets the calls around an equation, and a key of its operation, which its derivatives have too. The
-    arrays that jitted functions close over are added to `constants`, by variable.
+    `rule` also gets the calls around an equation. The arrays that jitted functions close over are added to `constants`,
+    by variable.
     """
-
     is_users_of = functools.cache(is_users)
 
     def opened(code: Any, known: Mapping[Any, Any], calls: tuple[Any, ...]) -> list[Any]:
         outer = calls[-1].source_info if calls else None
         is_of_user = outer is None or is_users_of(code)
-        tracebacks = [call.source_info.traceback for call in calls]
 
         def rule_or_call(equation: Any, operands: list[Any]) -> Sequence[Any]:
             source, params = equation.source_info, equation.params
@@ -261,15 +259,13 @@ def interpret_opened(
                 traceback = source.traceback if is_of_user else outer.traceback
                 source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
                 equation = equation.replace(source_info=source)
-            # JAX gives derivatives the traceback of their operation. A jitted function of JAX has one traceback.
-            operation_key = tuple(dict.fromkeys(map(id, (*tracebacks, source.traceback))))
             if equation.primitive.name == "jit" and is_inlinable(params):
                 inner, consts = jaxpr_and_consts(params["jaxpr"])
                 own = [Var(v.aval) for v in inner.constvars]  # two calls may share a jaxpr, with different arrays
                 constants.update(zip(own, consts, strict=True))
                 known = dict(zip((*inner.constvars, *inner.invars), (*own, *operands), strict=True))
                 return opened(inner, known, (*calls, equation))
-            return rule(equation, operands, calls, operation_key)
+            return rule(equation, operands, calls)
 
         return interpret(rule_or_call, code.eqns, known, code.outvars, of_literal=lambda literal: literal)
 
