@@ -395,13 +395,13 @@ class Plan:
         self.graph = Graph(derivative, pair, unpacked, lent, self._keeping_of, self._fixed(unpacked))
         self.kept, self.made = self.graph.choose(self._price)
         self._made_residuals = [v for v in readers if v in self.made]
-        self.free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]  # that backward reads
+        free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]
+        self.residual_variables = [*free_inputs, *self.kept]  # whose values JAX keeps for backward
         if pair.unmatched:
             for v in (*self.kept, *self._made_residuals):
                 pair.note(self.origin(v), v not in self.made)
         most = max([n_bytes(v.aval) for v in self.kept], default=0)
         self.small = {v for v in (*self.kept, *self.maker) if n_bytes(v.aval) < SMALL * most}
-        self.forward_equations = live_equations(forward, [*derivative.outputs, *self.kept])
         self._packed = {v for v in self.kept if self.graph.keeping(v).steps}
         # Not what a loop has packed: XLA would copy all of it.
         own = [v for v in self.kept if v in self.maker and v not in self.held]
@@ -516,7 +516,7 @@ class Plan:
     # -- forward -----------------------------------------------------------------------------------------
 
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
-        """Return the values; the residuals of the free inputs, then of the kept variables; and further residuals."""
+        """Return the values; the residuals, packed; and further residuals."""
         derivative = self.derivative
         is_checked = is_reported.value or is_nan_reported()
         values = {**derivative.constants, **dict(zip(derivative.inputs, primals, strict=True))}
@@ -536,27 +536,25 @@ class Plan:
                     (values[v],), (residual_of[v],) = behind_barrier([x], [packed])
             for v in () if is_checked else action.dropped:
                 values.pop(v, None)
-        residual_of |= {v: values[v] for v in self.kept if v not in self._packed}
+        residual_of |= {v: values[v] for v in self.residual_variables if v not in self._packed}
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
         further = self._further_residuals(values) if is_checked else []
         is_program = any(map(is_staged, (*primals, *residual_of.values())))
         self.pair.n_recomputed[is_program] += len(self._made_residuals)
-        return outputs, [*[values[v] for v in self.free_inputs], *[residual_of[v] for v in self.kept]], further
+        return outputs, [residual_of[v] for v in self.residual_variables], further
 
     @functools.cached_property
     def _forward_actions(self) -> list[Action]:
         changed = self._packed | self._to_round
         actions = [Action(replaced=[v for v in self.derivative.forward.invars if v in changed])]
         equations = list[Any]()
-        for e in self.forward_equations:
+        for e in live_equations(self.derivative.forward, [*self.derivative.outputs, *self.kept]):
             equations.append(e)
             if replaced := [v for v in e.outvars if v in changed]:
                 actions += [Action(jaxpr_of(equations)), Action(replaced=replaced)]
                 equations = []
-        kept = [v for v in self.kept if v not in self._packed]
-        return with_lifetimes(
-            [*actions, Action(jaxpr_of(equations))], [*self.derivative.outputs, *self.free_inputs, *kept]
-        )
+        returned = [*self.derivative.outputs, *[v for v in self.residual_variables if v not in self._packed]]
+        return with_lifetimes([*actions, Action(jaxpr_of(equations))], returned)
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
@@ -574,11 +572,11 @@ class Plan:
         return found + largest([values[v] for v in (*again, *[v for v in self.kept if v in self._packed])])
 
     def run_backward(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """`residuals`: of the free inputs and kept variables, with positions in place of arrays."""
+        """`residuals` have positions in place of arrays."""
         with outside_blocks():
             used = [c is not None for c in cotangents]
             backward = self.derivative.backward(used)
-            residual_of = dict(zip([*self.free_inputs, *self.kept], residuals, strict=True))
+            residual_of = dict(zip(self.residual_variables, residuals, strict=True))
             given = select(cotangents, used)
             values = {**self.derivative.constants, **dict(zip(backward.jaxpr.invars, given, strict=True))}
             is_program = any(map(is_staged, given))
@@ -735,8 +733,9 @@ class Planned(HookedFunction):
                 self._plans[key] = self._new_plan(types, nonzero, plans_bodies)
             plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
-        is_nested = active.value is PLANNED and not self.is_body  # in another decorated function
-        for i, v in enumerate(plan.free_inputs if is_nested else ()):  # that one may pack or recompute them
+        # A decorated function around this one may pack the free inputs, or compute them again.
+        is_nested = active.value is PLANNED and not self.is_body
+        for i, v in enumerate(plan.residual_variables if is_nested else ()):
             if not is_tracer(residuals[i]):
                 continue
             own_type = [typeof(residuals[i])]
