@@ -808,23 +808,21 @@ def call_planned(
     def run(*tensors: Any) -> tuple[list[Any], Any]:
         given = skeleton.fill(tensors)
         outputs, out_skeleton = split(function(*given[0], **given[1]))
-        changed: Any = None
         if has_changed((list(tensors), skeleton), split(given)):
             before, after = ({**dict(enumerate(args)), **kwargs} for args, kwargs in (skeleton.fill(tensors), given))
             changed = next((name for name in before if has_changed(split(before[name]), split(after[name]))), "")
-        return as_arrays(outputs), (out_skeleton, changed)
+            raise NotPlannedError(f"it changes its argument {changed} in place")
+        return as_arrays(outputs), out_skeleton
 
     name = name_of(function)
     try:
-        jaxpr, consts, (out_skeleton, changed) = staged(run, [typeof(x) for x in tensors], name)
+        jaxpr, consts, out_skeleton = staged(run, [typeof(x) for x in tensors], name)
     except NEEDS_VALUES as error:
         error.add_note(
             f"{name} is decorated with saved-tensor hooks, so it is staged as a whole. Code that needs concrete values "
             "runs in a `with` block of the hooks, as it stands."
         )
         raise
-    if changed is not None:
-        raise NotPlannedError(f"it changes its argument {changed} in place")
     if any(map(is_ref, consts)):
         raise NotPlannedError("it closes over a jax.Ref")
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
