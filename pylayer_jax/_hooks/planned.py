@@ -374,7 +374,6 @@ class Plan:
         origin: Callable[[Any], Origin],
         bodies: Sequence[Bodies],
     ) -> None:
-        """`places`: of the operands."""
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         pair = self.pair = around.pair
         self._price = around.price
@@ -393,6 +392,7 @@ class Plan:
                 self._constants.update(e.outvars)
         lent = {v for v in unpacked if place_of[v] is Place.LENT}
         self.graph = Graph(derivative, pair, unpacked, lent, self._keeping_of, self._fixed(unpacked))
+        self._inputs_of = {v: self.graph.inputs_of[v] for v in self.graph.free}  # the free inputs that it follows from
         self.kept, self.made = self.graph.choose(self._price)
         self._made_residuals = [v for v in readers if v in self.made]
         free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]
@@ -447,17 +447,14 @@ class Plan:
     def marks_of_input(self, x: Any, kind: type[Any]) -> list[Any]:
         """Return the marks of a free input and its views, so that a plan around this one respects them."""
         # tests: test_rules_that_compare_what_they_saved
-        return [mark for v in self.derivative.marks if x in self._inputs_of(v) for mark in self._marks_of(v, kind)]
-
-    def _inputs_of(self, v: Any) -> Sequence[Any]:
-        """Return the free inputs from which a free variable follows."""
-        return self.graph.inputs_of[v] if v in self.graph.free else ()
+        marked = [v for v in self.derivative.marks if x in self._inputs_of.get(v, ())]
+        return [mark for v in marked for mark in self._marks_of(v, kind)]
 
     @functools.cached_property
     def inputs_read_again(self) -> set[Any]:
         """Return the free inputs from which backward computes something again."""
         read = variables([x for v in self.made for x in self.maker[v].invars])
-        return {x for v in read for x in self._inputs_of(v)}
+        return {x for v in read for x in self._inputs_of.get(v, ())}
 
     def _keeping_of(self, v: Any) -> Keeping:
         if v in self._constants or (v in self.derivative.marks and self._marks_of(v, ReadAgain)):
