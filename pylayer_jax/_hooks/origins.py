@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import (
-    frames_between,
-    inner_jaxprs,
-    interpret,
-    is_users,
-    jaxpr_and_consts,
-    scan_counts,
-    stage,
-)
+from pylayer_jax._jax.jaxprs import body_inputs, frames_between, inner_jaxprs, interpret, is_users, shapes_of, stage
 from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, Values, apply, payload_of, rule_function_p
 from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.transparency import Identity, PartialFunction
@@ -92,14 +84,9 @@ def _returns_operands(equation: Any) -> bool:
 def _bodies(equation: Any) -> list[Any]:
     """Return the jaxprs that compute the results of a loop or a cond, of a jitted function or another call."""
     found = inner_jaxprs(equation.params)
-    is_call = len(found) == 1 and _shapes(found[0].invars, found[0].outvars) == _shapes(
-        equation.invars, equation.outvars
-    )
+    shapes = lambda x: (shapes_of(x.invars), shapes_of(x.outvars))
+    is_call = len(found) == 1 and shapes(found[0]) == shapes(equation)
     return found if equation.primitive.name in BODIES or is_call else []
-
-
-def _shapes(*values: Sequence[Any]) -> list[Any]:
-    return [[getattr(v.aval, "shape", None) for v in vs] for vs in values]
 
 
 # -- the sources of values -----------------------------------------------------------------------------------
@@ -164,7 +151,7 @@ def _passed(sources: Sequence[Source], outside: Sequence[Any], inside: Sequence[
     """Return the sources of the variables `inside`, which are those `outside` or slices of them."""
     return [
         x if given == got else x._replace(aval=v.aval, times=1)
-        for x, v, given, got in zip(sources, inside, *_shapes(outside, inside), strict=True)
+        for x, v, given, got in zip(sources, inside, shapes_of(outside), shapes_of(inside), strict=True)
     ]
 
 
@@ -222,19 +209,18 @@ class Program:
         self, e: Any, bodies: Sequence[Any], operands: Sequence[Source], equations: tuple[Any, ...]
     ) -> list[Source]:
         """Return the sources of the results of an equation, which jaxprs in it compute."""
-        n_consts, n_carry = scan_counts(e) if e.primitive.name == "scan" else (0, 0)
+        n_before, carried = body_inputs(e)
         found = list[list[Source]]()
         for body in bodies:
-            n_before = len(operands) - len(body.invars)  # the index of a cond
             inputs = _passed(operands[n_before:], e.invars[n_before:], body.invars)
-            carried = slice(n_consts, n_consts + n_carry)  # the scan computes it
-            inputs[carried] = [_new_source(v, *equations) for v in body.invars[carried]]
+            for i in carried:  # the scan computes it
+                inputs[i] = _new_source(body.invars[i], *equations)
             found.append(self._sources(body, inputs, equations, body.outvars))
         results = list[Source]()
         for i, branches in enumerate(zip(*found, strict=True)):
             is_saved = lambda x: any(note.layer for note in x.notes)
             first, *rest = sorted(branches, key=lambda x: (not is_saved(x), x.is_placeholder))
-            n_parts = e.params["length"] if e.primitive.name == "scan" and i >= n_carry else 1
+            n_parts = e.params["length"] if e.primitive.name == "scan" and i >= len(carried) else 1
             result = first._replace(
                 times=first.times * n_parts,
                 is_part=first.is_part or e.primitive.name in BODIES,
@@ -250,7 +236,7 @@ class Program:
         for e in source.equations:
             if name := self._named.get(e.source_info.traceback, ("", ()))[0]:
                 return name
-            if e.primitive.name == "jit" and not is_users(jaxpr_and_consts(e.params["jaxpr"])[0]):
+            if e.primitive.name == "jit" and not is_users(*inner_jaxprs(e.params)):
                 return e.params["name"]
         return source.name
 

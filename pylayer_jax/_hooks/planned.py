@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
+    body_inputs,
     equations_to,
     inner_jaxprs,
     interpret_opened,
@@ -31,7 +32,6 @@ from pylayer_jax._jax.jaxprs import (
     line_of,
     operations,
     outside_effects,
-    scan_counts,
     stage,
     variables,
     with_jaxpr,
@@ -155,13 +155,11 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
         return [e]
     if name == "cond" and around.pair.moves_to_host:
         return [e]
-    n_before = len(e.invars) - len(inner[0].invars)  # the index of a cond
-    is_outside = is_outside[n_before:]
+    n_before, carried = body_inputs(e)
     computed = Place.COMPUTED if name == "shard_map" else Place.LENT  # a shard_map packs what it reads, in shards
-    places = [Place.OUTSIDE if x else computed for x in is_outside]
-    if name == "scan":
-        n_consts, n_carry = scan_counts(e)
-        places[n_consts : n_consts + n_carry] = [Place.COMPUTED] * n_carry
+    places = [Place.OUTSIDE if x else computed for x in is_outside[n_before:]]
+    for i in carried:
+        places[i] = Place.COMPUTED
     sources = (*around.origin.sources, e.source_info)
     around = around._replace(origin=dataclasses.replace(around.origin, operation=name, sources=sources))
     is_planned = [bool(body.eqns) for body in inner]
@@ -199,11 +197,10 @@ def _primitives_in(jaxpr: Any) -> frozenset[str]:
 def _planned_body(function: Planned) -> Any:
     """Return a jaxpr whose only equation is this function of a body."""
     body = function.jaxpr
-    inputs, outputs = [Var(v.aval) for v in body.invars], [Var(v.aval) for v in body.outvars]
+    outputs = [Var(v.aval) for v in body.outvars]
     like = body.eqns[0]  # has the context of the body, as the mesh of a shard_map, but its own scopes
     like = like.replace(source_info=like.source_info.replace(name_stack=type(like.source_info.name_stack)()))
-    call = _application(function, like, inputs, outputs)
-    return body.replace(invars=inputs, outvars=outputs, eqns=[call])
+    return body.replace(outvars=outputs, eqns=[_application(function, like, body.invars, outputs)])
 
 
 class Pass(NamedTuple):

@@ -93,16 +93,23 @@ def is_inlinable(params: dict[str, Any]) -> bool:
     return not (is_placed or any(params["donated_invars"]) or params["compiler_options_kvs"])
 
 
-def scan_counts(equation: Any) -> tuple[int, int]:
-    """Return the number of constants and of carried values among the operands of a scan equation."""
-    body, _ = jaxpr_and_consts(equation.params["jaxpr"])
+def body_inputs(equation: Any) -> tuple[int, range]:
+    """Return how many operands precede those of the bodies (the index of a cond), and which of these a scan carries."""
+    body, *_ = inner_jaxprs(equation.params)
+    n_before = len(equation.invars) - len(body.invars)
+    if equation.primitive.name != "scan":
+        return n_before, range(0)
 
     def count(outside: Sequence[Any], inside: Sequence[Any]) -> int:  # an array and its slice differ in shape
-        pairs = zip(outside, inside, strict=True)
-        return sum(getattr(v.aval, "shape", None) == getattr(x.aval, "shape", None) for v, x in pairs)
+        return sum(map(operator.eq, shapes_of(outside), shapes_of(inside)))
 
     n_carry = count(equation.outvars, body.outvars)
-    return count(equation.invars, body.invars) - n_carry, n_carry
+    n_consts = count(equation.invars, body.invars) - n_carry
+    return n_before, range(n_consts, n_consts + n_carry)
+
+
+def shapes_of(atoms: Sequence[Any]) -> list[Any]:
+    return [getattr(a.aval, "shape", None) for a in atoms]  # a token has none
 
 
 def with_current_line(jaxpr: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .jaxprs import inner_jaxprs, interpret, jaxpr_and_consts, scan_counts
+from .jaxprs import body_inputs, inner_jaxprs, interpret, jaxpr_and_consts
 from .rule_function import linear_map_p, merge, payload_of, rule_function_p, scatter, select
 from .traces import eval_jaxpr
 from .types import full_cotangent, has_tangent
@@ -189,20 +189,21 @@ def _cond(equation: Any, operands: list[Kind]) -> Kind | list[Kind]:
     return functools.reduce(_joined, others, first)
 
 
-def _loop(body: Any, operands: list[Kind], n_consts: int, n_carried: int) -> list[Kind]:
+def _loop(body: Any, operands: list[Kind], carried: range) -> list[Kind]:
     jaxpr, _ = jaxpr_and_consts(body)
-    consts, carry, rest = operands[:n_consts], operands[n_consts:][:n_carried], operands[n_consts + n_carried :]
+    consts, carry, rest = operands[: carried.start], operands[carried.start : carried.stop], operands[carried.stop :]
     while True:  # until no kind changes: a kind only moves away from ZERO and CONSTANT, to the reason of an error
         results = evaluate_kinds(jaxpr, [*consts, *carry, *rest])
-        joined = _joined(carry, results[:n_carried])
+        joined = _joined(carry, results[: len(carried)])
         if joined == carry:
-            return [*carry, *results[n_carried:]]
+            return [*carry, *results[len(carried) :]]
         carry = joined
 
 
 def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
     n_cond, n_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    carry = _loop(equation.params["body_jaxpr"], operands[n_cond:], n_body, len(equation.outvars))
+    carried = range(n_body, n_body + len(equation.outvars))
+    carry = _loop(equation.params["body_jaxpr"], operands[n_cond:], carried)
     (goes_on,) = evaluate_kinds(jaxpr_and_consts(equation.params["cond_jaxpr"])[0], [*operands[:n_cond], *carry])
     # If the condition depends on the inputs, so does the number of iterations, and with it each carried value.
     return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
@@ -210,7 +211,7 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 _RULES.update(dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "shard_map"), _call))
 _RULES.update({"cond": _cond, "while": _while})
-_RULES["scan"] = lambda e, operands: _loop(e.params["jaxpr"], operands, *scan_counts(e))
+_RULES["scan"] = lambda e, operands: _loop(e.params["jaxpr"], operands, body_inputs(e)[1])
 
 
 def transpose_jaxpr(
