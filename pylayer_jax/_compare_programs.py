@@ -68,13 +68,13 @@ class ProgramComparison:
     _compiler: _Compiler | None = dataclasses.field(default=None, compare=False)  # set if one function was compared
 
     def __repr__(self) -> str:
-        titles, rows = self._table()
-        return text_table(titles, rows, titles[1:], self._caption())
+        table = self._table()
+        return text_table(table, table[0][1:], self._caption())
 
     def _repr_html_(self) -> str:
-        return html_table(*self._table(), self._caption())
+        return html_table(self._table(), self._caption())
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
+    def _table(self) -> list[list[str]]:
         rows = self.rows
 
         def with_ratios(values: Sequence[float | None], units: Mapping[str, float], once: bool = False) -> list[str]:
@@ -108,7 +108,7 @@ class ProgramComparison:
         if any(r.error is not None for r in rows):
             columns["error of value"] = ["" if r is rows[0] else f"{r.value_error:.2g}" for r in rows]
             columns["error of gradient"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
-        return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
+        return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
     def _caption(self) -> str:
         plain, loops = self.rows[0], [r.name for r in self.rows if r.has_loop]
@@ -272,7 +272,7 @@ def compare_programs(
 
 
 def _show_row(show: Callable[[str], None], rows: list[ComparedProgram], index: int) -> None:
-    titles, cells = ProgramComparison(rows)._table()
+    titles, *cells = ProgramComparison(rows)._table()
     show(", ".join(f"{title}: {cell}" for title, cell in zip(titles, cells[index], strict=True)))
 
 

@@ -29,10 +29,10 @@ from ._trees import split
 # -- tables ---------------------------------------------------------------------------------------------------
 
 
-def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
-    table = [titles, *rows]
+def text_table(table: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
+    """Return rows of cells, that of the titles first, as text."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    justify = [str.rjust if title in right else str.ljust for title in titles]
+    justify = [str.rjust if title in right else str.ljust for title in table[0]]
     lines = ["  ".join(f(cell, n) for f, cell, n in zip(justify, row, widths, strict=True)) for row in table]
     return "\n".join([*map(str.rstrip, lines), caption])
 
@@ -41,11 +41,11 @@ def type_of(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+def html_table(table: Sequence[Sequence[str]], caption: str) -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-    head, body = line("th", titles), "".join(line("td", row) for row in rows)
+    head, body = line("th", table[0]), "".join(line("td", row) for row in table[1:])
     return f"<table><caption>{html.escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
@@ -131,12 +131,10 @@ class SavedTensorsReport:
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     def __repr__(self) -> str:
-        titles, *rows = self._table()
-        return text_table(titles, rows, ("times", "bytes", "packed"), self._total())
+        return text_table(self._table(), ("times", "bytes", "packed"), self._total())
 
     def _repr_html_(self) -> str:
-        titles, *rows = self._table()
-        return html_table(titles, rows, self._total())
+        return html_table(self._table(), self._total())
 
     def _table(self) -> list[list[str]]:
         """Return the cells, with the row of titles first, without columns that would be empty."""

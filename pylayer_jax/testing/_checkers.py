@@ -165,7 +165,7 @@ class LayerReport:
     def _repr_html_(self) -> str:
         rows = [[row.mark, row.name, row.message] for row in self.rows]
         hints = "".join(f"<p>{html.escape(hint)}</p>" for hint in self.hints())
-        return html_table(["", "property", ""], rows, f"check_layer of {self.layer}") + hints
+        return html_table([["", "property", ""], *rows], f"check_layer of {self.layer}") + hints
 
     def hints(self) -> list[str]:
         derivatives = [row for row in self.rows if row.name in ("gradients", "second order")]
