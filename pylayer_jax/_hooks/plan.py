@@ -6,13 +6,17 @@
     free      x, w             they come from outside
 
 Which variables are kept is a minimum cut of the `Graph` of the forward pass: of all sets from which backward can
-compute the residuals, it has the fewest bytes, and of these sets the fewest operations. A limit adds both, by a price.
+compute the residuals, it has the fewest bytes, and of these sets the fewest operations. A limit adds both, by a price,
+and divides backward into segments, each of which makes what it reads anew: else what the first one makes is held.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +33,8 @@ SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its si
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
 _BYTE: Final = 1 << 40  # a byte, where bytes are compared first
 _INFINITE: Final = 1 << 200
+_SHORTEST: Final = 4  # the bytes of residuals that a segment reads, over those of the cotangents that it gets
+_MOST_TIMES: Final = 3  # a product is made again in so many segments
 _MOST_DEGREES: Final = 2.1  # the error of a gradient is at most about twice that without recomputation
 
 
@@ -92,6 +98,13 @@ def minimum_cut(n_nodes: int, edges: Iterable[tuple[int, int, int]], source: int
 # -- the graph ---------------------------------------------------------------------------------------------
 
 
+class Terms(NamedTuple):
+    """How backward computes costly operations again, to meet a limit."""
+
+    price: float  # how many operations it may spend to save a byte
+    shares: bool  # whether a segment has what the one before it made: fewer operations, but more is held
+
+
 class Keeping(NamedTuple):
     """How a variable would be kept."""
 
@@ -131,8 +144,10 @@ class Graph:
         lent: Collection[Any],
         keeping_of: Callable[[Any], Keeping],
         fixed: Mapping[Any, Keeping],
+        is_in_scan: bool,
     ) -> None:
         self.jaxpr, self.maker, self.pair = derivative.forward, derivative.maker, pair
+        self._derivative, self._is_in_scan = derivative, is_in_scan
         self._read = {id(e): variables(e.invars) for e in self.jaxpr.eqns}
         self.position = {v: i for i, v in enumerate(self.maker)}
         self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
@@ -231,43 +246,64 @@ class Graph:
 
     # -- choice ------------------------------------------------------------------------------------------
 
-    def choose(self, price: float | None) -> tuple[list[Any], dict[Any, Made]]:
-        """Return what to keep, and what backward makes again. `price`: operations for a byte; None: only cheap ones."""
-        allows_costly = price is not None
+    def choose(self, terms: Terms | None) -> tuple[list[Any], dict[Any, Made]]:
+        """Return what to keep, and what backward makes again: only what is cheap without terms."""
+        allows_costly = terms is not None
+        segments = self._derivative.read_by_segment if self.has_segments(terms) else [self.readers_of]
         while True:
-            kept = self._cut(price)
+            kept, times_made, shared = set[Any](), Counter[Any](), set[Any]()
+            for residuals in segments:
+                kept_here, made_here = self._cut(terms and terms.price, residuals, kept, times_made, shared)
+                kept |= kept_here
+                times_made.update(made_here - shared)
+                # The segment that backward runs before this one may make it for both.
+                shared = made_here - shared if terms and terms.shares else set()
             made, failed = self._check(kept, allows_costly)
             if not failed:
                 return [v for v in (*self.jaxpr.invars, *self.position) if v in kept], made
             self._forbidden[allows_costly].update(failed)
 
-    def _cut(self, price: float | None) -> set[Any]:
+    def has_segments(self, terms: Terms | None) -> bool:
+        # An iteration of a scan holds only what it makes itself, and a packed tensor is unpacked once.
+        return terms is not None and not self._is_in_scan and not self.pair.all_steps()
+
+    def _cut(
+        self,
+        price: float | None,
+        residuals: Iterable[Any],
+        kept: Collection[Any],
+        times_made: Mapping[Any, int],
+        shared: Collection[Any],
+    ) -> tuple[set[Any], set[Any]]:
+        """Return what to keep for some residuals beside what is kept for others, and what is made again."""
         number_of: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
         operands_of: list[tuple[int, Any]] = []  # node -> the variables that are needed to make it
         source, sink = 0, 1
-        to_visit = list(self.readers_of)
+        to_visit = list(residuals)
         while to_visit:
             v = to_visit.pop()
-            if v in number_of or v in self.free:
+            if v in number_of or v in self.free or v in kept:
                 continue
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
             size = self.keeping(v).bytes
             edges.append((node, node + 1, int(size * (_BYTE if price is None else price * _UNIT)) + 1))
-            if not self.may_make(v, allows_costly=price is not None):
+            e = self.maker.get(v)
+            is_last = v not in shared and times_made[v] == _MOST_TIMES and FACTS[e.primitive.name].is_product
+            if is_last or not self.may_make(v, allows_costly=price is not None):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
-            e = self.maker[v]
             # Of equal equations the later ones cost more, so that a limit takes them one by one.
-            cost = cost_of(e) * (1 + 0.05 * self.position[v] / len(self.position))
+            cost = 0 if v in shared else cost_of(e) * (1 + 0.05 * self.position[v] / len(self.position))
             edges.append((node + 1, sink, 1 + int(_UNIT * cost)))
             operands = self._read[id(e)]
             to_visit += operands
             operands_of += [(node + 1, x) for x in operands]
         edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
-        edges += [(source, number_of[r], _INFINITE) for r in self.readers_of if r in number_of]
+        edges += [(source, number_of[r], _INFINITE) for r in residuals if r in number_of]
         on_side = minimum_cut(2 * len(number_of) + 2, edges, source, sink)
-        return {v for v, node in number_of.items() if on_side[node] and not on_side[node + 1]}
+        made = {v for v, node in number_of.items() if on_side[node + 1]}
+        return {v for v, node in number_of.items() if on_side[node]} - made, made
 
     # -- errors ------------------------------------------------------------------------------------------
 
@@ -373,6 +409,36 @@ class Graph:
         is_unknown = UNKNOWN in result.roundings and UNKNOWN not in own
         is_coarser = max(result.roundings, default=EXACT) > max([*own, own_rounding(v.aval.dtype)])
         return not (is_amplified or has_high_degree or is_unknown or is_coarser)
+
+
+# -- segments ------------------------------------------------------------------------------------------------
+
+
+def segments(backward: Any) -> list[Sequence[Any]]:
+    """Divide the equations of a backward pass where few bytes of cotangents pass on, as between layers."""
+    # tests: test_limit.py::test_what_is_made_again_is_not_held
+    equations, dependent = backward.equations, backward.dependent
+    last: dict[Any, int] = {}  # cotangent -> its last equation. Not those of weights, of which nothing else follows.
+    for i, e in reversed([*enumerate(equations)]):
+        if not dependent.issuperset(read := variables(e.invars)) or not last.keys().isdisjoint(e.outvars):
+            for v in dependent.intersection(read):
+                last.setdefault(v, i)
+    passing, sizes, size = set(backward.jaxpr.invars) & last.keys(), list[float](), 0.0
+    widths, seen = list[float](), set[Any]()  # by equation, as `sizes`: bytes that pass on to it, and were read before
+    for i, e in enumerate(equations):
+        widths.append(sum([n_bytes(v.aval) for v in passing]))
+        sizes.append(size)
+        new = set(variables(e.invars)) - dependent - seen
+        size += sum([n_bytes(v.aval) for v in new])
+        seen |= new
+        passing = {v for v in passing if last[v] > i} | (last.keys() & set(e.outvars))
+    starts = [0]
+    for i, width in enumerate(widths):
+        shortest = max(_SHORTEST * width, 1)
+        near = slice(bisect_left(sizes, sizes[i] - shortest), bisect_right(sizes, sizes[i] + shortest))
+        if sizes[i] - sizes[starts[-1]] >= shortest and min(widths[near]) == width:
+            starts.append(i)
+    return [equations[i:j] for i, j in itertools.pairwise([*starts, len(equations)])]
 
 
 # -- facts about equations -----------------------------------------------------------------------------------

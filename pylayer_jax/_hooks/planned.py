@@ -58,7 +58,7 @@ from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 from .active import PLANNED, active, is_reported
 from .origins import Program, ReportMark
 from .pack import Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
-from .plan import SMALL, Graph, Keeping, as_it_is, n_bytes
+from .plan import SMALL, Graph, Keeping, Terms, as_it_is, n_bytes, segments
 from .primitives import BODIES, FACTS, UNKNOWN
 from .saving import (
     Held,
@@ -119,7 +119,8 @@ class Surroundings(NamedTuple):
 
     pair: Pair
     origin: Origin = Origin()  # has the call of the decorated function; for a body, its scan, cond or shard_map too
-    price: float | None = None  # how many operations backward may spend to save a byte; None: only cheap ones
+    terms: Terms | None = None  # for a limit
+    is_in_scan: bool = False
 
 
 # An equation, and the planned functions of its bodies.
@@ -161,7 +162,8 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     for i in carried:
         places[i] = Place.COMPUTED
     sources = (*around.origin.sources, e.source_info)
-    around = around._replace(origin=dataclasses.replace(around.origin, operation=name, sources=sources))
+    origin, is_in_scan = dataclasses.replace(around.origin, operation=name, sources=sources), around.is_in_scan
+    around = around._replace(origin=origin, is_in_scan=is_in_scan or name == "scan")
     is_planned = [bool(body.eqns) for body in inner]
     functions = [Planned(body, places, f"the body of a {name}", around) for body in select(inner, is_planned)]
     codes = merge(is_planned, map(_planned_body, functions), inner)
@@ -283,14 +285,19 @@ class Derivative:
             values.update(zip(part.outvars, found, strict=True))
 
     @functools.cached_property
-    def readers(self) -> dict[Any, frozenset[Any]]:
-        """Return the residuals that backward reads, each with the operations whose derivatives read it."""
-        residuals = variables(self.residuals)
+    def whole_backward(self) -> Pass | None:
         try:
-            backward = self.backward([True] * len(self.vjp.cotangent_types))
+            return self.backward([True] * len(self.vjp.cotangent_types))
         except Exception:
             # An output may have no derivative, or none for these cotangents. Backward raises this error if it runs.
             # tests: integrations/test_solvers.py::test_implicit_gradients
+            return None
+
+    @functools.cached_property
+    def readers(self) -> dict[Any, frozenset[Any]]:
+        """Return the residuals that backward reads, each with the operations whose derivatives read it."""
+        residuals, backward = variables(self.residuals), self.whole_backward
+        if backward is None:
             return {x: frozenset() for x in residuals}
         found: dict[Any, frozenset[Any]] = {}
         read = [(e.invars, self.operation_of[e.outvars[0]]) for e in backward.maker.values()]
@@ -298,6 +305,16 @@ class Derivative:
             for x in set(variables(atoms)).intersection(residuals):
                 found[x] = found.get(x, frozenset()) | {operation}
         return found
+
+    @functools.cached_property
+    def read_by_segment(self) -> list[Collection[Any]]:
+        """Return the residuals that each segment of backward reads, those of the last segment first."""
+        if (backward := self.whole_backward) is None:
+            return [self.readers]
+        wanted = [[x for e in segment for x in e.invars] for segment in segments(backward)]
+        wanted[-1] += backward.jaxpr.outvars
+        read = [equations_to(backward.jaxpr, backward.dependent, atoms)[1] for atoms in wanted]
+        return [self.readers.keys() & x for x in read[::-1]]
 
     def backward(self, used: Sequence[bool]) -> Pass:
         """Return the pass for the values that have a tangent, and of these for those that have a cotangent."""
@@ -373,24 +390,25 @@ class Plan:
     ) -> None:
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         pair = self.pair = around.pair
-        self._price = around.price
+        self._terms = around.terms
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, "jit")]
         self.held |= {v for e in closed for i, v in enumerate(e.outvars) if _is_held(e, i)}
         self.held &= self.maker.keys()
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
-        unpacked = {v for v, place in place_of.items() if pair.never_packs(place)}
+        never_packed = {v for v, place in place_of.items() if pair.never_packs(place)}
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
         self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose tensors, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
         for e in forward.eqns:
             if not e.effects and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
-        lent = {v for v in unpacked if place_of[v] is Place.LENT}
-        self.graph = Graph(derivative, pair, unpacked, lent, self._keeping_of, self._fixed(unpacked))
+        lent = {v for v in never_packed if place_of[v] is Place.LENT}
+        fixed = self._fixed(never_packed)
+        self.graph = Graph(derivative, pair, never_packed, lent, self._keeping_of, fixed, around.is_in_scan)
         self._inputs_of = {v: self.graph.inputs_of[v] for v in self.graph.free}  # the free inputs that it follows from
-        self.kept, self.made = self.graph.choose(self._price)
+        self.kept, self.made = self.graph.choose(self._terms)
         self._made_residuals = [v for v in readers if v in self.made]
         free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]
         self.residual_variables = [*free_inputs, *self.kept]  # whose values JAX keeps for backward
@@ -404,7 +422,7 @@ class Plan:
         own = [v for v in self.kept if v in self.maker and v not in self.held]
         self._to_round = {v for v in own if v.aval.dtype.itemsize < 4 and jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
-    def _fixed(self, unpacked: Collection[Any]) -> dict[Any, Keeping]:
+    def _fixed(self, never_packed: Collection[Any]) -> dict[Any, Keeping]:
         """Return what has to be kept: what rules save, a transpose compares, `only` excludes, or a mark holds."""
         found, residuals = dict[Any, Keeping](), self.derivative.readers
 
@@ -415,7 +433,7 @@ class Plan:
                 if not e.invars or isinstance(e.invars[0], Literal):
                     return
                 v = e.invars[0]
-            if v not in unpacked:
+            if v not in never_packed:
                 keeping = self._keeping_of(v)
                 found[v] = as_it_is(v) if is_exact and keeping.roundings - {UNKNOWN} else keeping
 
@@ -427,7 +445,7 @@ class Plan:
                 if x in residuals:
                     fix(x, True)
         if self.pair.only is not None and not self.pair.all_steps():  # it chooses what is computed again
-            asked = [v for v in residuals if v not in unpacked]
+            asked = [v for v in residuals if v not in never_packed]
             found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
 
@@ -479,12 +497,12 @@ class Plan:
         e = self.maker.get(v)
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
-    def bytes_at(self, price: float | None) -> float:
-        return self.bytes_by_type(price).total()
+    def bytes_at(self, terms: Terms | None) -> float:
+        return self.bytes_by_type(terms).total()
 
-    def bytes_by_type(self, price: float | None) -> Counter[Any]:
+    def bytes_by_type(self, terms: Terms | None) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
-        kept = self.kept if price == self._price else self.graph.choose(price)[0]
+        kept = self.kept if terms == self._terms else self.graph.choose(terms)[0]
         found = Counter[Any]()
         for v in kept:
             if v not in self.held:
@@ -492,20 +510,32 @@ class Plan:
         for equation, functions in self._bodies:
             of_body, times = Counter[Any](), equation.params.get("length", 1)
             for plan in [function.plan for function in functions if function.plan]:
-                of_body |= plan.bytes_by_type(price)  # of two branches, JAX keeps one array if the types are equal
+                of_body |= plan.bytes_by_type(terms)  # of two branches, JAX keeps one array if the types are equal
             for (shape, dtype), size in of_body.items():
                 found[(times, *shape) if times > 1 else shape, dtype] += times * size
         return found
 
-    def price_for(self, limit: float) -> float:
+    def terms_for(self, limit: float, shares: bool) -> Terms:
         """Return about the lowest price at which the bytes are within the limit, or the highest price."""
-        low, high = _PRICES
+        low, high = [Terms(price, shares) for price in _PRICES]
         if self.bytes_at(high) > limit:
             return high
         for _ in range(_N_TRIES):
-            middle = math.sqrt(low * high)
+            middle = Terms(math.sqrt(low.price * high.price), shares)
             low, high = (low, middle) if self.bytes_at(middle) <= limit else (middle, high)
         return high
+
+    def peak_bytes(self) -> float:
+        """Return how many bytes backward holds at most, of what is kept, made again, and its own."""
+        backward = self.derivative.whole_backward
+        actions = self._backward_actions(backward, is_program=True) if backward else []
+        last = {v: i for i, action in enumerate(actions) for v in action.dropped}
+        alive, kept, peak = set(self.kept), set(self.kept), 0.0
+        for i, action in enumerate(actions):
+            alive.update(action.restored, action.code.outvars if action.code else ())
+            peak = max(peak, sum([n_bytes(v.aval) for v in alive - self.graph.free]))
+            alive -= {v for v in action.dropped if v not in kept or last[v] == i}
+        return peak
 
     # -- forward -----------------------------------------------------------------------------------------
 
@@ -597,10 +627,16 @@ class Plan:
         deviation, and does not fuse it into each operation that reads it.
         """
         constants_of_backward = self.derivative.constants.keys() - set(self.derivative.forward.invars)
-        known = {*backward.dependent, *constants_of_backward}
+        always_known = {*backward.dependent, *constants_of_backward}
         actions, equations = list[Action](), list[Any]()
-        returned = [v for v in variables(backward.jaxpr.outvars) if v not in known]
+        returned = [v for v in variables(backward.jaxpr.outvars) if v not in always_known]
+        parts = segments(backward) if self.graph.has_segments(self._terms) else [backward.equations]
+        read_by = {id(part[0]): variables([x for e in part for x in e.invars]) for part in parts if part}
+        known = set(always_known)
         for e in [*backward.equations, None]:
+            if id(e) in read_by:  # a new segment
+                shared = known.intersection(read_by[id(e)]) if self._terms and self._terms.shares else set[Any]()
+                known = always_known | shared
             read = variables(e.invars) if e else returned
             if not known.issuperset(read):
                 again, residuals = self._missing(read, known, backward.maker)
@@ -689,20 +725,31 @@ class Planned(HookedFunction):
                     "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
                 )
             return plan
-        price, tried = None, [(plan.bytes_at(None), plan)]
-        while tried[-1][0] > limit and price != _PRICES[1]:
-            # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
-            # tests: test_limit.py::test_the_least_is_what_is_held
-            price = tried[-1][1].price_for(limit) if len(tried) < _MOST_PLANS else _PRICES[1]
-            plan = self._plan_at(self.around._replace(price=price), types, nonzero, plans_bodies)
-            tried.append((plan.bytes_at(price), plan))
-        least, plan = min(tried, key=operator.itemgetter(0))
+        if plan.bytes_at(None) <= limit:
+            return plan
+        found = [self._within(limit, shares, plan, types, nonzero, plans_bodies) for shares in (False, True)]
+        least = min([size for size, _ in found])
+        plan = min([plan for size, plan in found if size <= max(least, limit)], key=Plan.peak_bytes)
         if least > limit:
             self._warn(
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
-                f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again."
+                f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again, or would "
+                "take too many operations."
             )
         return plan
+
+    def _within(
+        self, limit: float, shares: bool, plan: Plan, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool
+    ) -> tuple[float, Plan]:
+        """Return the bytes that a plan keeps to meet a limit, or the least, and the plan."""
+        terms, highest, tried = None, Terms(_PRICES[1], shares), [(plan.bytes_at(None), plan)]
+        while tried[-1][0] > limit and terms != highest:
+            # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
+            # tests: test_limit.py::test_the_least_is_what_is_held
+            terms = plan.terms_for(limit, shares) if len(tried) < _MOST_PLANS else highest
+            plan = self._plan_at(self.around._replace(terms=terms), types, nonzero, plans_bodies)
+            tried.append((plan.bytes_at(terms), plan))
+        return min(tried, key=operator.itemgetter(0))
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         is_outside = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]

@@ -3,19 +3,7 @@
 import jax
 import pytest
 
-from notebooks.tools.packing import (
-    CHECKPOINT,
-    DEEP,
-    DEEP_MODELS,
-    PLACES,
-    PROGRAMS,
-    README,
-    compare,
-    deep_in_short,
-    deep_programs,
-    in_short,
-    measure,
-)
+from notebooks.tools.packing import CHECKPOINT, compare, deep_programs, measure
 from pylayer_jax.packers import recompute_saved
 
 pytestmark = pytest.mark.slow
@@ -56,18 +44,3 @@ def test_a_limit_takes_less_memory_and_fewer_operations_than_checkpoints():
         assert rows[size]["temp_bytes"] < 1.02 * rows[other]["temp_bytes"]
         assert rows[size]["operations"] < rows[other]["operations"]
         assert rows[size]["error"] < 1e-5
-
-
-def test_the_tables_of_the_readme_are_as_the_script_writes_them():
-    figures = {"temp_bytes": 1.0, "step_seconds": [0.5, 1.0, 1.5], "operations": 1.0, "error": 0.01}
-    every = dict.fromkeys(("plain", "exact", "cast", "8 bits", "checkpoint"), figures)
-    written = {
-        "packing": in_short({f"{name} | {PLACES[place]}": every for name, place in PROGRAMS}),
-        "deep": deep_in_short({title: dict.fromkeys(DEEP, figures) for title in DEEP_MODELS if "scan" not in title}),
-    }
-    for title, table in written.items():
-        shown = README.read_text().split(f"<!-- table: {title} -->\n")[1].split("<!-- end -->")[0]
-        assert len(shown.splitlines()) == len(table.splitlines())
-        for row, other in zip(shown.splitlines(), table.splitlines(), strict=True):
-            assert row.split("|")[1] == other.split("|")[1]
-        assert shown.splitlines()[0] == table.splitlines()[0]

@@ -13,7 +13,7 @@ from pylayer_jax.packers import by_name, cast_saved, chain, recompute_saved, sav
 from tests.kit.layers import Matmul, Multiply, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import AT_LEAST, norm, relative_error
+from .spy import AT_LEAST, norm, relative_error, temporary_bytes
 
 KEYS = list(jax.random.split(jax.random.key(0), 4))
 X = jax.random.normal(KEYS[0], (32, 64))
@@ -44,7 +44,7 @@ def branches(ws, x):
 
 
 def dropout(ws, x):
-    for key, w in zip(KEYS, ws, strict=True):
+    for key, w in zip(KEYS, ws, strict=False):
         x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), jnp.tanh(x @ w), 0) / 0.8
     return jnp.mean(x**2)
 
@@ -93,9 +93,9 @@ def test_a_second_derivative_is_exact(function, place):
 @pytest.mark.parametrize("function", [loop, attention, dropout])
 def test_what_is_kept_fits_the_limit(function):
     plain = bytes_held(recompute_saved(limit=1e9)(function))
-    kept = [bytes_held(recompute_saved(limit=plain * share)(function)) for share in (0.7, 0.4, 0.15)]
+    kept = [bytes_held(recompute_saved(limit=plain * share)(function)) for share in (0.7, 0.4, 0.25)]
     keys = sum(key.nbytes for key in KEYS)  # come from outside
-    assert all(size <= share * plain + keys for size, share in zip(kept, (0.7, 0.4, 0.15), strict=True))
+    assert all(size <= share * plain + keys for size, share in zip(kept, (0.7, 0.4, 0.25), strict=True))
     assert kept == sorted(kept, reverse=True)
     assert plain <= bytes_held(recompute_saved()(function))
 
@@ -197,11 +197,21 @@ def operations_of(f):
 
 def test_products_are_computed_again_only_for_a_limit():
     assert operations_of(recompute_saved(limit="1 GiB")(loop)) < 1.1 * operations_of(loop)
-    assert operations_of(recompute_saved(limit="4 KiB")(loop)) > 1.2 * operations_of(loop)
-    report = saved_tensors_report(recompute_saved(limit=4 * X.size)(dropout), W, X)  # masks cost more than products
+    assert operations_of(recompute_saved(limit="8 KiB")(loop)) > 1.2 * operations_of(loop)
+    report = saved_tensors_report(recompute_saved(limit=3 * X.size)(dropout), W[:3], X)  # masks cost more than products
     assert {row.dtype for row in report.rows if row.packed_bytes and row.kind not in ("input", "constant")} == {"bool"}
     rectified = lambda ws, x: jnp.mean(jax.nn.relu(jax.nn.relu(x @ ws[0]) @ ws[1]))
     assert bytes_held(recompute_saved(limit=X.nbytes // 2)(rectified)) == X.nbytes // 2  # two masks
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu])
+def test_what_is_made_again_is_not_held(activation):
+    block = lambda x, w: x + activation(activation(x @ w) @ w.T)
+    loss = lambda block: lambda x: jnp.mean(functools.reduce(block, [*W, *W], x) ** 2)
+    x = jnp.tile(X, (16, 1))
+    limited, checkpoints = recompute_saved(limit=8 * x.nbytes)(loss(block)), loss(jax.checkpoint(block))
+    assert temporary_bytes(limited, x) < temporary_bytes(checkpoints, x) < temporary_bytes(loss(block), x)
 
 
 @AT_LEAST
@@ -253,7 +263,7 @@ def test_closed_over_values_are_differentiated():
     def outer(f):
         return jax.grad(lambda ws: f(functools.partial(loop, ws))(X))(W)
 
-    assert relative_error(outer(recompute_saved(limit="4 KiB")), outer(lambda f: f)) < 1e-5
+    assert relative_error(outer(recompute_saved(limit="8 KiB")), outer(lambda f: f)) < 1e-5
 
 
 def test_without_differentiation_the_function_runs_as_it_is():
