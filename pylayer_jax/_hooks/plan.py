@@ -16,7 +16,6 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -34,7 +33,8 @@ _UNIT: Final = 1024  # an operation, in the capacities of a graph
 _BYTE: Final = 1 << 40  # a byte, where bytes are compared first
 _INFINITE: Final = 1 << 200
 _SHORTEST: Final = 4  # the bytes of residuals that a segment reads, over those of the cotangents that it gets
-_MOST_TIMES: Final = 3  # a product is made again in so many segments
+_MOST_TIMES: Final = 8  # the segments in which a variable is made again, else a deep network takes long to trace
+_MOST_TIMES_OF_PRODUCT: Final = 3
 _MOST_DEGREES: Final = 2.1  # the error of a gradient is at most about twice that without recomputation
 
 
@@ -251,11 +251,11 @@ class Graph:
         allows_costly = terms is not None
         segments = self._derivative.read_by_segment if self.has_segments(terms) else [self.readers_of]
         while True:
-            kept, times_made, shared = set[Any](), Counter[Any](), set[Any]()
-            for residuals in segments:
-                kept_here, made_here = self._cut(terms and terms.price, residuals, kept, times_made, shared)
+            kept, shared, first_of = set[Any](), set[Any](), dict[Any, int]()
+            for n, residuals in enumerate(segments):
+                is_far = lambda v, n=n, first_of=first_of: self._is_far(v, n - first_of.setdefault(v, n))
+                kept_here, made_here = self._cut(terms and terms.price, residuals, kept, shared, is_far)
                 kept |= kept_here
-                times_made.update(made_here - shared)
                 # The segment that backward runs before this one may make it for both.
                 shared = made_here - shared if terms and terms.shares else set()
             made, failed = self._check(kept, allows_costly)
@@ -267,13 +267,18 @@ class Graph:
         # An iteration of a scan holds only what it makes itself, and a packed tensor is unpacked once.
         return terms is not None and not self._is_in_scan and not self.pair.all_steps()
 
+    def _is_far(self, v: Any, distance: int) -> bool:
+        """Return whether a variable that a segment first needs is not made again so many segments later."""
+        is_product = v in self.maker and FACTS[self.maker[v].primitive.name].is_product
+        return distance >= (_MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES) and v not in self.from_keys
+
     def _cut(
         self,
         price: float | None,
         residuals: Iterable[Any],
         kept: Collection[Any],
-        times_made: Mapping[Any, int],
         shared: Collection[Any],
+        is_far: Callable[[Any], bool],
     ) -> tuple[set[Any], set[Any]]:
         """Return what to keep for some residuals beside what is kept for others, and what is made again."""
         number_of: dict[Any, int] = {}
@@ -288,11 +293,10 @@ class Graph:
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
             size = self.keeping(v).bytes
             edges.append((node, node + 1, int(size * (_BYTE if price is None else price * _UNIT)) + 1))
-            e = self.maker.get(v)
-            is_last = v not in shared and times_made[v] == _MOST_TIMES and FACTS[e.primitive.name].is_product
-            if is_last or not self.may_make(v, allows_costly=price is not None):
+            if is_far(v) or not self.may_make(v, allows_costly=price is not None):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
+            e = self.maker[v]
             # Of equal equations the later ones cost more, so that a limit takes them one by one.
             cost = 0 if v in shared else cost_of(e) * (1 + 0.05 * self.position[v] / len(self.position))
             edges.append((node + 1, sink, 1 + int(_UNIT * cost)))

@@ -373,7 +373,7 @@ def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[A
 
 _PRICES: Final = 1e-2, 1e6  # the lowest and the highest that a limit may lead to
 _N_TRIES: Final = 13  # bisections of a price
-_MOST_PLANS: Final = 4  # for a limit; the last one is at the highest price
+_MOST_PLANS: Final = 4  # for a limit
 
 
 class Plan:
@@ -390,7 +390,7 @@ class Plan:
     ) -> None:
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         pair = self.pair = around.pair
-        self._terms = around.terms
+        self.terms = around.terms
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
         closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, "jit")]
@@ -408,7 +408,7 @@ class Plan:
         fixed = self._fixed(never_packed)
         self.graph = Graph(derivative, pair, never_packed, lent, self._keeping_of, fixed, around.is_in_scan)
         self._inputs_of = {v: self.graph.inputs_of[v] for v in self.graph.free}  # the free inputs that it follows from
-        self.kept, self.made = self.graph.choose(self._terms)
+        self.kept, self.made = self.graph.choose(self.terms)
         self._made_residuals = [v for v in readers if v in self.made]
         free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]
         self.residual_variables = [*free_inputs, *self.kept]  # whose values JAX keeps for backward
@@ -502,7 +502,7 @@ class Plan:
 
     def bytes_by_type(self, terms: Terms | None) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
-        kept = self.kept if terms == self._terms else self.graph.choose(terms)[0]
+        kept = self.kept if terms == self.terms else self.graph.choose(terms)[0]
         found = Counter[Any]()
         for v in kept:
             if v not in self.held:
@@ -516,10 +516,10 @@ class Plan:
         return found
 
     def terms_for(self, limit: float, shares: bool) -> Terms:
-        """Return about the lowest price at which the bytes are within the limit, or the highest price."""
+        """Return about the lowest price at which the bytes are within the limit, or one at which they are the least."""
         low, high = [Terms(price, shares) for price in _PRICES]
-        if self.bytes_at(high) > limit:
-            return high
+        if self.bytes_at(high) > limit:  # and maybe at a lower price fewer: what one segment keeps serves others
+            return min([Terms(price, shares) for price in np.geomspace(*_PRICES, _N_TRIES).tolist()], key=self.bytes_at)
         for _ in range(_N_TRIES):
             middle = Terms(math.sqrt(low.price * high.price), shares)
             low, high = (low, middle) if self.bytes_at(middle) <= limit else (middle, high)
@@ -630,12 +630,12 @@ class Plan:
         always_known = {*backward.dependent, *constants_of_backward}
         actions, equations = list[Action](), list[Any]()
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in always_known]
-        parts = segments(backward) if self.graph.has_segments(self._terms) else [backward.equations]
+        parts = segments(backward) if self.graph.has_segments(self.terms) else [backward.equations]
         read_by = {id(part[0]): variables([x for e in part for x in e.invars]) for part in parts if part}
         known = set(always_known)
         for e in [*backward.equations, None]:
             if id(e) in read_by:  # a new segment
-                shared = known.intersection(read_by[id(e)]) if self._terms and self._terms.shares else set[Any]()
+                shared = known.intersection(read_by[id(e)]) if self.terms and self.terms.shares else set[Any]()
                 known = always_known | shared
             read = variables(e.invars) if e else returned
             if not known.issuperset(read):
@@ -742,11 +742,12 @@ class Planned(HookedFunction):
         self, limit: float, shares: bool, plan: Plan, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool
     ) -> tuple[float, Plan]:
         """Return the bytes that a plan keeps to meet a limit, or the least, and the plan."""
-        terms, highest, tried = None, Terms(_PRICES[1], shares), [(plan.bytes_at(None), plan)]
-        while tried[-1][0] > limit and terms != highest:
+        tried = [(plan.bytes_at(None), plan)]
+        while tried[-1][0] > limit and len(tried) <= _MOST_PLANS:
             # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
             # tests: test_limit.py::test_the_least_is_what_is_held
-            terms = plan.terms_for(limit, shares) if len(tried) < _MOST_PLANS else highest
+            if (terms := plan.terms_for(limit, shares)) == plan.terms:
+                break
             plan = self._plan_at(self.around._replace(terms=terms), types, nonzero, plans_bodies)
             tried.append((plan.bytes_at(terms), plan))
         return min(tried, key=operator.itemgetter(0))

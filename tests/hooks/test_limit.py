@@ -192,13 +192,14 @@ def test_slices_that_a_layer_saves_are_packed():
 
 
 def operations_of(f):
-    return jax.jit(jax.grad(f)).lower(W, X).compile().cost_analysis()["flops"]
+    return jax.jit(jax.grad(f)).lower(W, X).cost_analysis()["flops"]  # XLA of jax 0.10 removes barriers on CPU
 
 
 def test_products_are_computed_again_only_for_a_limit():
     assert operations_of(recompute_saved(limit="1 GiB")(loop)) < 1.1 * operations_of(loop)
     assert operations_of(recompute_saved(limit="8 KiB")(loop)) > 1.2 * operations_of(loop)
-    report = saved_tensors_report(recompute_saved(limit=3 * X.size)(dropout), W[:3], X)  # masks cost more than products
+    masks = recompute_saved(limit=2 * X.size + 16)(dropout)  # and keys: a mask costs more than a product
+    report = saved_tensors_report(masks, W[:2], X)
     assert {row.dtype for row in report.rows if row.packed_bytes and row.kind not in ("input", "constant")} == {"bool"}
     rectified = lambda ws, x: jnp.mean(jax.nn.relu(jax.nn.relu(x @ ws[0]) @ ws[1]))
     assert bytes_held(recompute_saved(limit=X.nbytes // 2)(rectified)) == X.nbytes // 2  # two masks
