@@ -145,7 +145,7 @@ def exhaustive():
         return compare_programs(programs, *jax.eval_shape(lambda: MODEL)).rows
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6, 0.9])
 def test_within_finds_the_exact_program_with_the_fewest_operations(part, exhaustive):
     comparison = compare_programs(model, *jax.eval_shape(lambda: MODEL))
