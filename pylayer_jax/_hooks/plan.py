@@ -264,8 +264,8 @@ class Graph:
             self._forbidden[allows_costly].update(failed)
 
     def has_segments(self, terms: Terms | None) -> bool:
-        # An iteration of a scan holds only what it makes itself, and a packed tensor is unpacked once.
-        return terms is not None and not self._is_in_scan and not self.pair.all_steps()
+        # An iteration of a scan holds only what it makes itself.
+        return terms is not None and not self._is_in_scan
 
     def _is_far(self, v: Any, distance: int) -> bool:
         """Return whether a variable that a segment first needs is not made again so many segments later."""

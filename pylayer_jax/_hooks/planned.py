@@ -527,8 +527,8 @@ class Plan:
 
     def peak_bytes(self) -> float:
         """Return how many bytes backward holds at most, of what is kept, made again, and its own."""
-        backward = self.derivative.whole_backward
-        actions = self._backward_actions(backward, is_program=True) if backward else []
+        used = [True] * len(self.derivative.vjp.cotangent_types)
+        actions = self._backward_actions(used, is_program=True) if self.derivative.whole_backward else []
         last = {v: i for i, action in enumerate(actions) for v in action.dropped}
         alive, kept, peak = set(self.kept), set(self.kept), 0.0
         for i, action in enumerate(actions):
@@ -604,9 +604,7 @@ class Plan:
             given = select(cotangents, used)
             values = {**self.derivative.constants, **dict(zip(backward.jaxpr.invars, given, strict=True))}
             is_program = any(map(is_staged, given))
-            if (key := (*used, is_program)) not in self._actions:
-                self._actions[key] = self._backward_actions(backward, is_program)
-            for action in self._actions[key]:
+            for action in self._backward_actions(used, is_program):
                 if action.code:
                     self.derivative.evaluate(action.code, values)
                 else:
@@ -618,7 +616,7 @@ class Plan:
             outputs = [v.val if isinstance(v, Literal) else values[v] for v in backward.jaxpr.outvars]
             return scatter(outputs, backward.reached)
 
-    def _backward_actions(self, backward: Pass, is_program: bool) -> list[Action]:
+    def _backward_actions(self, used: Sequence[bool], is_program: bool) -> list[Action]:
         """Return actions in which a variable that does not depend on cotangents is computed where it is first read.
 
         In staged code, XLA would compute them when the forward pass ends, and hold them, so they wait for the
@@ -626,6 +624,9 @@ class Plan:
         forward pass, and holds it from there on. So is what is small: else XLA writes out the broadcast of a standard
         deviation, and does not fuse it into each operation that reads it.
         """
+        if (key := (*used, is_program)) in self._actions:
+            return self._actions[key]
+        backward = self.derivative.backward(used)
         constants_of_backward = self.derivative.constants.keys() - set(self.derivative.forward.invars)
         always_known = {*backward.dependent, *constants_of_backward}
         actions, equations = list[Action](), list[Any]()
@@ -653,7 +654,9 @@ class Plan:
                         read_anew.update(x.outvars)
                 known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
             equations += [e] if e else []
-        return with_lifetimes([*actions, Action(jaxpr_of(equations))], backward.jaxpr.outvars)
+        actions = with_lifetimes([*actions, Action(jaxpr_of(equations))], backward.jaxpr.outvars)
+        self._actions[key] = actions
+        return actions
 
     def _awaited(
         self, cotangents: Sequence[Any], known: Collection[Any], backward: Pass
