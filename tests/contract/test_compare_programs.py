@@ -15,6 +15,7 @@ from pylayer_jax import _compare_programs, compare_programs, saved_tensors_repor
 from pylayer_jax._compare_programs import ProgramComparison
 from pylayer_jax.packers import cast_saved, quantize_saved, recompute_saved
 from tests.kit.layers import Multiply, Tanh
+from tests.kit.modes import NEEDS_BARRIERS
 from tests.kit.oracle import Mine, fail
 
 W = jnp.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32)
@@ -145,7 +146,7 @@ def exhaustive():
         return compare_programs(programs, *jax.eval_shape(lambda: MODEL)).rows
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
+@NEEDS_BARRIERS
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6, 0.9])
 def test_within_finds_the_exact_program_with_the_fewest_operations(part, exhaustive):
     comparison = compare_programs(model, *jax.eval_shape(lambda: MODEL))

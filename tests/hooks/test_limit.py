@@ -11,7 +11,7 @@ import pytest
 from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, recompute_saved, save_on_cpu
 from tests.kit.layers import Matmul, Multiply, Tanh, layer
-from tests.kit.modes import EAGER_AND_JIT
+from tests.kit.modes import EAGER_AND_JIT, NEEDS_BARRIERS
 
 from .spy import AT_LEAST, norm, relative_error, temporary_bytes
 
@@ -205,7 +205,7 @@ def test_products_are_computed_again_only_for_a_limit():
     assert bytes_held(recompute_saved(limit=X.nbytes // 2)(rectified)) == X.nbytes // 2  # two masks
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
+@NEEDS_BARRIERS
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu])
 def test_what_is_made_again_is_not_held(activation):
     block = lambda x, w: x + activation(activation(x @ w) @ w.T)

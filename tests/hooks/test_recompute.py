@@ -20,6 +20,7 @@ from pylayer_jax.packers import (
     save_on_disk,
 )
 from tests.kit.layers import Matmul, Multiply, Tanh, bits, layer
+from tests.kit.modes import NEEDS_BARRIERS
 
 from .spy import TRANSFORMS, norm, noting, relative_error, temporary_bytes, without_hooks
 
@@ -374,7 +375,7 @@ def test_memory_of_a_compiled_gradient(pair, tmp_path):
             assert packed < share * plain, packed / plain
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
+@NEEDS_BARRIERS
 def test_the_cotangent_of_a_sum_or_a_mean_is_not_written_out():
     def of_sum(x, w):
         return jnp.sum(0.5 * jnp.sin(x @ w) ** 2)

@@ -32,6 +32,9 @@ GRADIENTS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit")}
 RUNS = {"eager": lambda f: f, "jit": jax.jit, "grad": jax.grad, "jit-grad": MODES["jit-grad"]}
 runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 gradients = pytest.mark.parametrize("run", GRADIENTS.values(), ids=GRADIENTS)
+NEEDS_BARRIERS = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU"
+)
 EAGER_AND_JIT = pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 # Each maps a function f, from an array to an array of the same shape and dtype, to code that JAX stages and that
