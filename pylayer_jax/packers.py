@@ -208,7 +208,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     ) -> None:
         narrow = dtype
         with contextlib.suppress(TypeError):  # it is no dtype
-            narrow = jnp.dtype(dtype)
+            narrow = None if dtype is None else jnp.dtype(dtype)  # that of None is float64
         if not (isinstance(narrow, np.dtype) and jnp.issubdtype(narrow, jnp.floating)):
             raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {narrow!r}.")
         if narrow.itemsize < 2:
@@ -583,8 +583,8 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                 raise ValueError("chain: a limit is for a whole function. Decorate the function with the pair alone.")
             if hooks._pair.only is not None:
                 raise ValueError(
-                    f"chain: argument {number}, {hooks!r}, is a chain with only=. Pass its pairs one by one, and the "
-                    "predicate to the outer chain or to one of the pairs."
+                    f"chain: argument {number}, {hooks!r}, has a predicate for all its steps. Give it to the "
+                    "outer chain; of a chain, pass the pairs one by one."
                 )
             if steps and (steps[-1].host or steps[-1].is_in_host_memory):
                 raise ValueError(

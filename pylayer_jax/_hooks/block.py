@@ -6,12 +6,7 @@ import contextlib
 import difflib
 import functools
 import inspect
-import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
-from pathlib import Path
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -24,7 +19,7 @@ from pylayer_jax._trees import split
 from .active import OFF, PLANNED, Block, active, active_pair, entered_block, innermost_block
 from .host import store_of
 from .operations import BackwardWatch, enter_block, mark_as_computed
-from .pack import Hook, Origin, Pair, Step, key_of
+from .pack import IDLE, Hook, Origin, Pair, Step, key_of
 from .planned import NotPlannedError, call_planned, name_of
 
 P = ParamSpec("P")
@@ -79,7 +74,6 @@ def predicate(owner: str, only: Any) -> Predicate | None:
 
 _packed_at_top: Final[set[int]] = set()  # hashes of the keys of the pairs that have packed in a block at top level
 _MOST_LISTED: Final = 30
-_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", contextlib.__file__)
 
 
 def _listed(names: Collection[str]) -> str:
@@ -93,13 +87,6 @@ def _unmatched(key: Any, pair: Pair) -> str:
         return f"{key!r} (backward computes such tensors again from others{otherwise})"
     similar = difflib.get_close_matches(str(key), pair.seen, 1)
     return f"{key!r} (did you mean {similar[0]!r}?)" if similar else repr(key)
-
-
-def _stacklevel_of_user() -> int:
-    """Return the `stacklevel` with which a warning of the caller shows a line of the user's code."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
-    is_own = [not any(part in file for part in _NOT_OF_USER) for file in files]
-    return is_own.index(True) + 1 if any(is_own) else 2
 
 
 def _shown(value: Any) -> str:
@@ -210,8 +197,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         # A pair of a subclass with an `__init__` of its own equals only itself, because its hooks may store state.
         if type(self).__init__ is owner.__init__:
             self._key = key_of(type(self)), *values
-        self._pair = Pair(steps, self._key, store_of(self._key), **options)
-        self._told: set[Any] = set()  # keys of the warnings that were given
+        self._pair = Pair(steps, self._key, store_of(self._key), type(self).__name__, **options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, saved_tensors_hooks) and self._key == other._key
@@ -254,6 +240,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             if active.value is OFF:
                 return function(*args, **kwargs)
             is_first, is_first_call = is_first_call, False  # JAX answers further calls of a compiled step from a cache
+            n_used_before = self._pair.n_used
             if not nothing_is_traced():
                 return self._planned(function, args, kwargs)
             has_block = not self._pair.needs_plan
@@ -265,22 +252,17 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                     result = function(*args, **kwargs)
                 if (block := entered_block(self._pair)) is not None:
                     block.is_loss = not watch.was_seen
-            if watch.was_seen and not has_block:
+            if watch.was_seen and not has_block and self._pair.n_used == n_used_before:
                 self._tell(should_have_packed=True)
             return result
 
         return hooked
 
-    def _warn_once(self, message: str, key: Any = None) -> None:
-        if (key or message) not in self._told:
-            self._told.add(key or message)
-            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=_stacklevel_of_user())
-
     def _planned(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True
         self._begin()
         try:
-            result = call_planned(function, self._pair, args, kwargs, self._warn_once)
+            result = call_planned(function, self._pair, args, kwargs)
         except NotPlannedError as error:
             reason = str(error)
         else:
@@ -295,7 +277,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         )
         if self._pair.needs_plan:
             raise TypeError(f"{type(self).__name__} plans {name} as a whole, and cannot, since {reason}. {advice}")
-        self._warn_once(
+        self._pair.warn_once(
             f"{name} runs as in a `with` block, where nothing is planned across operations and about "
             f"twice as much is kept, since {reason}. {advice}"
         )
@@ -341,22 +323,17 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         pair = self._pair
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
         if should_have_packed and hash(pair.key) not in _packed_at_top:
-            self._warn_once(
-                "0 tensors packed. The block stands around code in which JAX differentiates nothing that it can see: "
-                "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
-                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss)).",
-                "idle",
-            )
+            pair.warn_once(IDLE)
         if pair.unmatched and any(pair.seen.values()):
             keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()
             kept = [name for name, is_kept in pair.seen.items() if is_kept]
-            self._warn_once(
+            pair.warn_once(
                 f"no tensor that code in the block keeps for backward has the name {keys}. "
                 f"The names of these tensors are {_listed(kept)}. What jax.checkpoint computes again is not kept."
             )
         for only in pair.predicates():
             if only.seen and not only.was_true:
-                self._warn_once(
+                pair.warn_once(
                     "the predicate only= was False for each tensor that code in the block keeps for backward: "
                     f"{_listed(only.seen)}. Nothing was packed.",
                     only,

@@ -41,8 +41,8 @@ from pylayer_jax._trees import WeakTable, hashable
 
 from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
 from .pack import Pair, Place
-from .planned import Planned, Surroundings, staged
-from .primitives import FACTS, is_number
+from .planned import Planned, Surroundings, is_of_backward, staged
+from .primitives import FACTS, Facts, is_number
 from .saving import Saver, UsersRule
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -58,12 +58,18 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
 
-def _is(fact: str, name: str, params: dict[str, Any]) -> bool:
-    """Return whether a fact is true of an operation, or of all in a jitted function whose results have tangents."""
-    if name != "jit":
-        return getattr(FACTS[name], fact)
-    inner = [e for jaxpr in inner_jaxprs(params) for e in jaxpr.eqns if any(has_tangent(v.aval) for v in e.outvars)]
-    return all(_is(fact, e.primitive.name, e.params) for e in inner)
+def _facts_of(operation: Operation, of_floats: bool) -> list[Facts]:
+    """Return the facts of an operation, or of those in a jitted function: of all, or of those that compute floats."""
+    if operation.kind != "jit":
+        return [FACTS[operation.kind]]
+    inner = [e for jaxpr in inner_jaxprs(operation.params) for e in all_equations(jaxpr) if e.primitive.name != "jit"]
+    return [FACTS[e.primitive.name] for e in inner if not of_floats or any(has_tangent(v.aval) for v in e.outvars)]
+
+
+def _is_view(operation: Operation, args: Sequence[Any], values: Sequence[Any]) -> bool:
+    if operation.kind == "jit" and not all(any(has_tangent(typeof(x)) for x in xs) for xs in (args, values)):
+        return False  # as `one_hot` of labels, and a mask
+    return all(f.is_view for f in _facts_of(operation, of_floats=True))
 
 
 def _may_keep_residuals(operation: Operation, args: Sequence[Any]) -> bool:
@@ -78,7 +84,7 @@ def _may_keep_residuals(operation: Operation, args: Sequence[Any]) -> bool:
         return False
     factors = args[1:] if operation.kind == "div" else args
     has_number = FACTS[operation.kind].keeps_numbers and any(map(is_number, factors))
-    return not (has_number or _is("keeps_nothing", operation.kind, operation.params))
+    return not (has_number or all(f.keeps_nothing for f in _facts_of(operation, of_floats=True)))
 
 
 def _is_differentiated_now(args: Sequence[Any]) -> bool:
@@ -167,13 +173,14 @@ class BlockTrace(PassThroughTrace):
             self.block.check_task()
             places = list(map(self.place_of, args))
             values = self._bind(operation, args, places)
-        is_constant = all(place is Place.CONSTANT for place in places)
+        is_known = all(f.recomputed for f in _facts_of(operation, of_floats=False))  # not random numbers
+        is_constant = is_known and all(place is Place.CONSTANT for place in places)
         # A view of a value from outside stays outside, even if the block computes an integer operand of the view, such
         # as a start index of `dynamic_slice`.
         of_floats = [p for p, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
         if is_constant:
             self.put_place(values, Place.CONSTANT)
-        elif Place.COMPUTED in of_floats or not _is("is_view", operation.kind, operation.params):
+        elif Place.COMPUTED in of_floats or not _is_view(operation, args, values):
             self.put_place(values, Place.COMPUTED)
         return values
 
@@ -241,8 +248,7 @@ class BackwardWatch(PassThroughTrace):
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         inner = (e.source_info for jaxpr in inner_jaxprs(params) for e in all_equations(jaxpr))
-        sources = itertools.chain([current()], inner)
-        self.was_seen = self.was_seen or any("transpose(jvp" in str(source.name_stack) for source in sources)
+        self.was_seen = self.was_seen or any(map(is_of_backward, itertools.chain([current()], inner)))
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
 

@@ -245,7 +245,7 @@ class Program:
         notes, others = list[Origin](), list[Source]()
         while True:
             notes, others = [*source.notes, *notes], [*others, *source.others]
-            is_view = bool(source.operands) and FACTS[source.name].is_view
+            is_view = bool(source.operands) and not source.layer and FACTS[source.name].is_view
             if not is_view or source.operands[0].is_constant or source.operands[0].packed:
                 break
             source = source.operands[0]

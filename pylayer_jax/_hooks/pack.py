@@ -13,10 +13,15 @@ import dataclasses
 import enum
 import functools
 import itertools
+import os
+import sys
 import threading
+import traceback
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -25,17 +30,24 @@ import numpy as np
 from jax.tree_util import Partial
 
 from pylayer_jax._jax.jaxprs import frames_between, scopes_between
-from pylayer_jax._jax.rule_function import with_tangent
+from pylayer_jax._jax.rule_function import merge, select, with_tangent
 from pylayer_jax._jax.traces import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
 from pylayer_jax._jax.transparency import forbid_derivative
 from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, is_tensor, typeof, with_type
 from pylayer_jax._messages import add_note, describe
-from pylayer_jax._trees import Skeleton, WeakTable, split
+from pylayer_jax._trees import WeakTable, split
 
 from .host import HostStore, pack_on_host
 from .primitives import EXACT, UNKNOWN, Rounding
 
 Hook = Callable[[Any], Any]
+
+IDLE: Final = (
+    "0 tensors packed. The block stands around code in which JAX differentiates nothing that it can see: "
+    "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
+    "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
+)
+_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", contextlib.__file__)
 
 
 class Place(enum.Enum):
@@ -101,6 +113,7 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
+    class_name: str  # for warnings
     recomputes: bool  # whether backward computes again what is cheap; else moves, `neg`, casts that widen, integers
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
@@ -113,6 +126,7 @@ class Pair:
         self.n_recomputed: Counter[bool] = Counter()
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # keys that named no kept tensor yet
         self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
+        self._told: set[Any] = set()  # keys of the warnings that were given
 
     @property
     def moves_to_host(self) -> bool:
@@ -156,6 +170,14 @@ class Pair:
             if is_kept or not (self.by_name or {}).get(key):  # a key for None packs nothing in either case
                 self.unmatched.discard(key)
 
+    def warn_once(self, message: str, key: Any = None) -> None:
+        if (key or message) not in self._told:
+            self._told.add(key or message)
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
+            is_users = [not any(part in file for part in _NOT_OF_USER) for file in files]
+            stacklevel = is_users.index(True) + 1 if any(is_users) else 2
+            warnings.warn(f"{self.class_name}: {message}", stacklevel=stacklevel)
+
 
 _numbers = WeakTable()  # object -> its number
 _new_numbers = itertools.count(1)
@@ -188,7 +210,7 @@ def key_of(value: Any) -> Any:
 PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
 
 
-def _restorer(array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> Callable[..., Any]:
+def _restorer(array: Any, unpack: Hook, fill: Callable[..., Any], where: str) -> Callable[..., Any]:
     """Return a function that restores a tensor from the arrays that the pack hook returned. It holds no JAX array."""
     is_numpy, has_x64 = not is_array(array), jax.enable_x64.value
     expected = jax.ShapeDtypeStruct(array.shape, array.dtype) if is_numpy else typeof(array)
@@ -198,7 +220,7 @@ def _restorer(array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> Calla
     def restore(*arrays: Any) -> Any:
         with jax.enable_x64(has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
             with _running("unpack_hook", where):
-                value = unpack(skeleton.fill(arrays))
+                value = unpack(fill(arrays))
             value = checked(value, expected, where)
             # `pack_hook` hid the tracer in an object that is no pytree, so JAX did not keep the tracer as an array.
             if not arrays and is_tracer(value) and not is_active(value):
@@ -293,17 +315,21 @@ def _pack(
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)
 
-    returned, again = split(packed)[0] if later else [], dict[int, Partial]()  # id -> what later steps make of an array
-    for x in returned:
+    leaves, skeleton = split(packed)
+    residual_of = {id(x): x for x in leaves}
+    for x in residual_of.values() if later else ():
         # Where JAX traces the hooks, a concrete array is a constant, which no later step packs.
-        if is_tracer(x) == is_tracer(array) and id(x) not in again:
+        if is_tracer(x) == is_tracer(array):
             is_made = is_part or x is not array  # a hook that returns the saved tensor itself made no new array
             if own := _steps_that_pack(x, later, where, origin, is_made):
-                again[id(x)] = _pack(store, own, x, where, origin, is_made)
-    # A NumPy array that no later step packs stays in the skeleton, so on the host, and is freed with the function that
+                residual_of[id(x)] = _pack(store, own, x, where, origin, is_made)
+    residuals = [residual_of[id(x)] for x in leaves]
+    # A NumPy array that no later step packs stays in the function, so on the host, and is freed with the one that
     # `jax.vjp` returned.
-    leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or id(x) in again)
-    return Partial(_restorer(array, unpack, skeleton, here), *[again.get(id(x), x) for x in leaves])
+    is_kept = [isinstance(x, (jax.Array, Partial)) for x in residuals]
+    others = [None if is_residual else x for is_residual, x in zip(is_kept, residuals, strict=True)]
+    fill = lambda arrays: skeleton.fill(merge(is_kept, arrays, others))
+    return Partial(_restorer(array, unpack, fill, here), *select(residuals, is_kept))
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:

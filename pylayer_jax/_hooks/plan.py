@@ -44,7 +44,7 @@ def _size(shape: Sequence[Any]) -> float:
 
 
 def n_bytes(aval: Any) -> float:
-    return _size(aval.shape) * aval.dtype.itemsize
+    return _size(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0  # of a token
 
 
 # -- a minimum cut -----------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Graph:
     @functools.cached_property
     def uniform(self) -> set[Any]:
         """Return the arrays whose values are the same along the last axis."""
-        found = {v for v in (*self.jaxpr.invars, *self.position) if v.aval.shape[-1:] == (1,)}
+        found = {v for v in (*self.jaxpr.invars, *self.position) if getattr(v.aval, "shape", ())[-1:] == (1,)}
         for e in self.jaxpr.eqns:
             read = self._read[id(e)]
             if e.primitive.name == "broadcast_in_dim" and read:

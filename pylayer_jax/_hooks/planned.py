@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.jaxprs import (
+    all_equations,
     body_inputs,
     equations_to,
     inner_jaxprs,
@@ -57,7 +58,7 @@ from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
 from .active import PLANNED, active, is_reported
 from .origins import Program, ReportMark
-from .pack import Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
+from .pack import IDLE, Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, Terms, as_it_is, n_bytes, segments
 from .primitives import BODIES, FACTS, UNKNOWN
 from .saving import (
@@ -84,6 +85,10 @@ from .saving import (
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
 # -- equations ---------------------------------------------------------------------------------------------
+
+
+def is_of_backward(x: Any) -> bool:
+    return "transpose(jvp" in str(x.name_stack)
 
 
 def _key_of(e: Any, operands: Sequence[Any]) -> Any:
@@ -279,8 +284,8 @@ class Derivative:
             try:
                 found = run(part, (), *map(values.__getitem__, part.invars))
             except FloatingPointError as error:  # of `jax.debug_nans`: the user's frames are those of the staging
-                (e,) = part.eqns
-                error.add_note(f"The operation {e.primitive.name} is at {line_of([e.source_info])}.")
+                for e in part.eqns if is_checked else ():
+                    error.add_note(f"The operation {e.primitive.name} is at {line_of([e.source_info])}.")
                 raise
             values.update(zip(part.outvars, found, strict=True))
 
@@ -304,7 +309,10 @@ class Derivative:
         for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
             for x in set(variables(atoms)).intersection(residuals):
                 found[x] = found.get(x, frozenset()) | {operation}
-        return found
+        # A layer may read others if one of its outputs has no cotangent.
+        # tests: test_a_layer_that_reads_another_tensor_if_a_cotangent_is_missing
+        marked = [x for x in self.marks if x in residuals] if len(self.vjp.cotangent_types) > 1 else []
+        return dict.fromkeys(marked, frozenset[Any]()) | found
 
     @functools.cached_property
     def read_by_segment(self) -> list[Collection[Any]]:
@@ -313,8 +321,10 @@ class Derivative:
             return [self.readers]
         wanted = [[x for e in segment for x in e.invars] for segment in segments(backward)]
         wanted[-1] += backward.jaxpr.outvars
-        read = [equations_to(backward.jaxpr, backward.dependent, atoms)[1] for atoms in wanted]
-        return [self.readers.keys() & x for x in read[::-1]]
+        first, *others = [equations_to(backward.jaxpr, backward.dependent, atoms)[1] for atoms in wanted[::-1]]
+        read_by_others = set[Any]().union(*others)
+        first |= self.readers.keys() - read_by_others
+        return [self.readers.keys() & read for read in (first, *others)]
 
     def backward(self, used: Sequence[bool]) -> Pass:
         """Return the pass for the values that have a tangent, and of these for those that have a cotangent."""
@@ -401,8 +411,8 @@ class Plan:
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
         self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose tensors, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
-        for e in forward.eqns:
-            if not e.effects and self._constants.issuperset(variables(e.invars)):
+        for e in forward.eqns:  # random numbers have no operand, and are no constants
+            if FACTS[e.primitive.name].recomputed and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
         lent = {v for v in never_packed if place_of[v] is Place.LENT}
         fixed = self._fixed(never_packed)
@@ -505,7 +515,7 @@ class Plan:
         kept = self.kept if terms == self.terms else self.graph.choose(terms)[0]
         found = Counter[Any]()
         for v in kept:
-            if v not in self.held:
+            if not (v in self.held and self.maker[v].primitive.name in BODIES):  # which are counted below
                 found[v.aval.shape, v.aval.dtype] += int(self.graph.keeping(v).bytes)
         for equation, functions in self._bodies:
             of_body, times = Counter[Any](), equation.params.get("length", 1)
@@ -703,15 +713,8 @@ class Plan:
 class Planned(HookedFunction):
     """A decorated function that is planned as a whole, a body in it, or one operation of a `with` block."""
 
-    def __init__(
-        self,
-        jaxpr: Any,
-        places: Sequence[Place],
-        name: str,
-        around: Surroundings,
-        warn: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.jaxpr, self._places, self.name, self.around, self._warn = jaxpr, places, name, around, warn
+    def __init__(self, jaxpr: Any, places: Sequence[Place], name: str, around: Surroundings) -> None:
+        self.jaxpr, self._places, self.name, self.around = jaxpr, places, name, around
         self.is_body = bool(around.origin.sources)
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
@@ -722,8 +725,9 @@ class Planned(HookedFunction):
         if self.is_body:  # the function around it has decided on the price, and warns
             return plan
         if limit is None:
-            if not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
-                self._warn(
+            is_decorated = self.around.origin.entry is not None
+            if is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+                self.around.pair.warn_once(
                     f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
                     "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
                 )
@@ -734,10 +738,10 @@ class Planned(HookedFunction):
         least = min([size for size, _ in found])
         plan = min([plan for size, plan in found if size <= max(least, limit)], key=Plan.peak_bytes)
         if least > limit:
-            self._warn(
+            self.around.pair.warn_once(
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
-                f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again, or would "
-                "take too many operations."
+                f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again, would "
+                "take too many operations, or is what other hooks inside it keep."
             )
         return plan
 
@@ -767,6 +771,12 @@ class Planned(HookedFunction):
             program = Program(derivative.forward, self.jaxpr, derivative.calls_of)
             origin = lambda v: program.origin(program.source(v), around.origin, computed)
         return Plan(derivative, around, self._places, self.name, origin, bodies)
+
+    def lower_rule(self, context: Any, *args: Any) -> Any:  # JAX differentiates a function before it lowers it
+        pair, sources = self.around.pair, [context, *[e.source_info for e in all_equations(self.jaxpr)]]
+        if not pair.n_used and any(map(is_of_backward, sources)):
+            pair.warn_once(IDLE)
+        return super().lower_rule(context, *args)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         with outside_blocks():
@@ -841,9 +851,7 @@ class NotPlannedError(Exception):
     """A function cannot be staged as a whole; the text says why."""
 
 
-def call_planned(
-    function: Callable[..., Any], pair: Pair, args: tuple[Any, ...], kwargs: dict[str, Any], warn: Callable[[str], None]
-) -> Any:
+def call_planned(function: Callable[..., Any], pair: Pair, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a decorated function where JAX traces or differentiates it."""
     tensors, skeleton = split((args, kwargs))
     if any(map(is_ref, skeleton.statics())):
@@ -873,7 +881,7 @@ def call_planned(
     # A concrete array is a constant of a program. What eager code closes over is like an argument.
     places = [Place.CONSTANT if is_staging() and not is_tracer(x) else Place.OUTSIDE for x in consts]
     around = Surroundings(pair, Origin(entry=current()))
-    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, around, warn)
+    planned = Planned(jaxpr, [*places, *[Place.OUTSIDE] * len(tensors)], name, around)
     with past_blocks():
         values = apply(planned, [*as_arrays(consts), *tensors])
     return out_skeleton.fill(values)

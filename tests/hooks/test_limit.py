@@ -150,6 +150,13 @@ def integers(ws, x):
     return jnp.sum(jax.lax.scan(body, (x[0], jnp.arange(64)), None, length=8)[0][0])
 
 
+def other_hooks(ws, x):
+    inner = recompute_saved()(lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w))
+    for w in ws[:2]:
+        x = inner(x, w)
+    return jnp.sum(jax.lax.scan(lambda x, w: (inner(x, w), None), x, ws[2:])[0])
+
+
 def saved_by_layers(ws, x):
     y = jnp.tanh(x)
     z = jax.lax.cond(x[0, 0] > 0, Matmul.apply, lambda y, w: y, y, ws[0])
@@ -164,6 +171,7 @@ WITH_LOOPS = {
     "nested loops": nested,
     "what a body reads": lambda ws, x: jnp.sum(jax.lax.map(lambda y: jnp.sin(jnp.sum(y)), jnp.sort(x, 0))),
     "layers": saved_by_layers,
+    "other hooks": other_hooks,
 }
 
 

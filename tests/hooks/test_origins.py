@@ -267,6 +267,8 @@ def plain_loss(x):
 WRONG_PLACES = {
     "with": lambda pair: in_block(pair, jax.jit(jax.grad(plain_loss))),
     "jitted step": lambda pair: pair(jax.jit(jax.grad(plain_loss))),
+    "within a jitted step": lambda pair: jax.jit(pair(jax.grad(plain_loss))),
+    "a block in a jitted step": lambda pair: jax.jit(in_block(pair, jax.grad(plain_loss))),
     "nested jit": lambda pair: pair(jax.jit(lambda x: jax.jit(jax.grad(plain_loss))(x) * 2)),
     "eager grad": lambda pair: pair(jax.grad(plain_loss)),
     "grad of jit": lambda pair: pair(jax.grad(jax.jit(plain_loss))),
@@ -307,6 +309,8 @@ def test_what_does_not_warn():
     by_name({"sin": cast_saved()})(lambda x: jnp.sum(x))(X)  # nothing is kept
     penalized = cast_saved(only=lambda x: True)(lambda x: jnp.sum(jax.grad(plain_loss)(x) ** 2))
     jax.grad(jax.jit(penalized))(X)
+    pair = quantize_saved(only=lambda x, info: True)
+    twice(lambda: pair(lambda x: jax.jit(jax.grad(pair(plain_loss)))(x))(X))
     with pytest.raises(KeyError), cast_saved():
         raise KeyError
 

@@ -340,6 +340,24 @@ def deep(x, ws):
     return jnp.sum(x**2)
 
 
+FORMS = pytest.mark.parametrize("form", [lambda pair, f: pair(f), in_block], ids=["plan", "block"])
+
+
+def of_labels(x, labels):
+    return jnp.sum(jnp.sin(jax.nn.one_hot(labels, 64) * x[0, 0]) ** 2)
+
+
+def with_a_literal_key(x, _):
+    return jnp.sum(jnp.sin(jax.random.normal(jax.random.key(0), (64, 64)) * x[0, 0]) ** 2)
+
+
+@FORMS
+@pytest.mark.parametrize("f", [of_labels, with_a_literal_key])
+def test_what_the_block_computes_from_integers_alone_is_packed(f, form):
+    _, pullback = jax.vjp(form(quantize_saved(8), lambda x: f(x, jnp.arange(64) % 7)), X)
+    assert bytes_held(pullback) < 0.4 * bytes_held(jax.vjp(lambda x: f(x, jnp.arange(64) % 7), X)[1])
+
+
 DEEP = (grid(512, 64), [grid(64, 64, low=-0.2, high=0.2 + 0.01 * i) for i in range(2)])
 
 
@@ -488,6 +506,19 @@ def test_a_pair_packs_what_its_predicate_chooses():
     np.testing.assert_allclose(jax.grad(hooks(tanh_sum))(X), tanh_slope(X), atol=0.02)
 
 
+class Fresh:
+    def __init__(self, x):
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(Fresh, lambda node: ((node.x + 0,), None), lambda _, children: Fresh(*children))
+
+
+def test_a_chain_packs_arrays_that_a_pytree_makes_anew():
+    hooks = chain(saved_tensors_hooks(Fresh, lambda packed: packed.x), cast_saved())
+    assert 1e-4 < jnp.max(jnp.abs(jax.grad(hooks(tanh_sum))(X) - tanh_slope(X))) < 0.02
+
+
 def test_numpy_arrays_of_a_pair_are_packed_and_come_back_as_such():
     def unpack(packed):
         assert isinstance(packed, np.ndarray)
@@ -527,6 +558,7 @@ def test_an_error_names_the_pair(pair, kind, text):
         (lambda folder: quantize_saved(3), ValueError, "bits"),
         (lambda folder: quantize_saved(block_size=7), ValueError, "block_size"),
         (lambda folder: cast_saved(jnp.int8), TypeError, "int8"),
+        (lambda folder: cast_saved(None), TypeError, "None"),
         (lambda folder: cast_saved("bf16"), TypeError, "bf16"),
         (lambda folder: cast_saved(jnp.float8_e4m3fn), TypeError, "float8"),
         (lambda folder: cast_saved(only=3), TypeError, "only"),
@@ -570,9 +602,6 @@ def test_quantization_of_symbolic_shapes(shape, bits, lengths):
         expected = np.cos(x) * x[:1]
         expected[0] += np.sin(x).sum(axis=0)
         np.testing.assert_allclose(call(x), expected, atol=(0.06 if bits == 8 else 1.0) * length)
-
-
-FORMS = pytest.mark.parametrize("form", [lambda pair, f: pair(f), in_block], ids=["plan", "block"])
 
 
 @FORMS
