@@ -26,7 +26,7 @@ from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
 from .pack import Pair, Step, roundings_of
-from .primitives import EXACT, FACTS, OTHER, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_steep
+from .primitives import EXACT, FACTS, OTHER, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_exact_again, is_steep
 
 SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
@@ -159,8 +159,7 @@ class Graph:
         self.views = self.inputs_of.keys() - self.free  # slices of it at indices that the function computed
         lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
         self._lent_input_of = {v: inputs[0] for v, inputs in lenders.items() if inputs}
-        # What backward must not make because of errors; by whether costly equations may be repeated.
-        self._forbidden = {False: set[Any](), True: set[Any]()}
+        self._forbidden = set[Any]()  # what backward must not make because of errors
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
         self.number_of_cast = {e.outvars[0]: e.invars[0].val for e in casts if isinstance(e.invars[0], Literal)}
@@ -187,6 +186,17 @@ class Graph:
         found = {v for v in self.jaxpr.invars if not has_tangent(v.aval)}
         for e in self.jaxpr.eqns:
             if found.issuperset(self._read[id(e)]):
+                found.update(e.outvars)
+        return found
+
+    @functools.cached_property
+    def repeatable(self) -> set[Any]:
+        """Return what backward may compute again to meet a limit, which only an exact pair has."""
+        found = set[Any]()
+        for e in self.jaxpr.eqns:
+            facts = FACTS[e.primitive.name]
+            is_costly = facts.costs or (facts.decides and self.from_keys.issuperset(e.outvars))
+            if is_exact_again(e) or (is_costly and not e.effects):
                 found.update(e.outvars)
         return found
 
@@ -227,28 +237,22 @@ class Graph:
             self._keepings[v] = found
         return self._keepings[v]
 
-    def may_make(self, v: Any, allows_costly: bool) -> bool:
+    def may_make(self, v: Any, has_limit: bool) -> bool:
         """Return whether backward may compute a variable again, as far as is known of errors."""
         e = self.maker.get(v)
-        if e is None or v in self._forbidden[allows_costly] or v in self.fixed:
+        if e is None or v in self._forbidden or v in self.fixed:
             return False
         if v in self.views:
             return True
         facts = FACTS[e.primitive.name]
-        if allows_costly and self._may_repeat(e, v):
-            return True
+        if has_limit:
+            return v in self.repeatable
         return bool(facts.recomputed) if self.pair.recomputes else Error.UNKNOWN in facts.recomputed
-
-    def _may_repeat(self, e: Any, v: Any) -> bool:
-        """Return whether backward may repeat a costly equation, to meet a limit."""
-        facts = FACTS[e.primitive.name]
-        return (facts.costs or (facts.decides and v in self.from_keys)) and not e.effects
 
     # -- choice ------------------------------------------------------------------------------------------
 
-    def choose(self, terms: Terms | None) -> tuple[list[Any], dict[Any, Made]]:
+    def choose(self, terms: Terms | None) -> tuple[list[Any], set[Any]]:
         """Return what to keep, and what backward makes again: only what is cheap without terms."""
-        allows_costly = terms is not None
         segments = self._derivative.read_by_segment if self.has_segments(terms) else [self.readers_of]
         while True:
             kept, shared, first_of = set[Any](), set[Any](), dict[Any, int]()
@@ -258,10 +262,11 @@ class Graph:
                 kept |= kept_here
                 # The segment that backward runs before this one may make it for both.
                 shared = made_here - shared if terms and terms.shares else set()
-            made, failed = self._check(kept, allows_costly)
+            made = self._made_from(kept)
+            failed = self._failed(kept, made) if terms is None else ()
             if not failed:
-                return [v for v in (*self.jaxpr.invars, *self.position) if v in kept], made
-            self._forbidden[allows_costly].update(failed)
+                return [v for v in (*self.jaxpr.invars, *self.position) if v in kept], set(made)
+            self._forbidden.update(failed)
 
     def has_segments(self, terms: Terms | None) -> bool:
         # An iteration of a scan holds only what it makes itself.
@@ -293,7 +298,7 @@ class Graph:
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
             size = self.keeping(v).bytes
             edges.append((node, node + 1, int(size * (_BYTE if price is None else price * _UNIT)) + 1))
-            if is_far(v) or not self.may_make(v, allows_costly=price is not None):
+            if is_far(v) or not self.may_make(v, has_limit=price is not None):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
             e = self.maker[v]
@@ -309,10 +314,8 @@ class Graph:
         made = {v for v, node in number_of.items() if on_side[node + 1]}
         return {v for v, node in number_of.items() if on_side[node]} - made, made
 
-    # -- errors ------------------------------------------------------------------------------------------
-
-    def _check(self, kept: set[Any], allows_costly: bool) -> tuple[dict[Any, Made], set[Any]]:
-        """Return what backward makes, and the variables that it may not make, for their errors."""
+    def _made_from(self, kept: Collection[Any]) -> list[Any]:
+        """Return what backward makes from kept variables, in order."""
         needed = set(self.readers_of)
         order: list[Any] = []
         for e in reversed(self.jaxpr.eqns):
@@ -320,9 +323,15 @@ class Graph:
                 if v in needed and v not in kept and v not in self.free:
                     order.append(v)
                     needed.update(self._read[id(e)])
+        return order[::-1]
+
+    # -- errors ------------------------------------------------------------------------------------------
+
+    def _failed(self, kept: Collection[Any], order: Sequence[Any]) -> set[Any]:
+        """Return the variables that backward may not make, for their errors."""
         operations = {v: self.readers_of.get(v, frozenset[Any]()) for v in (*kept, *self._lent_input_of.values())}
         while True:
-            made, failed = self._judged(order[::-1], operations, allows_costly)
+            made, failed = self._judged(order, operations)
             # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
             # residuals may follow, until the sets grow no more.
             found = dict(operations)
@@ -330,11 +339,11 @@ class Graph:
                 if v in made and v not in failed:
                     found |= {x: found[x] | self.readers_of[v] for x in made[v].degrees if x in found}
             if found == operations:
-                return made, failed
+                return failed
             operations = found
 
     def _judged(
-        self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]], allows_costly: bool
+        self, order: Sequence[Any], operations: Mapping[Any, frozenset[Any]]
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
         for v, source in ({v: v for v in operations} | self._lent_input_of).items():
@@ -347,9 +356,7 @@ class Graph:
             e = self.maker[v]
             operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
-            is_exempt = v in self.views or (allows_costly and not result.roundings and self._may_repeat(e, v))
-            forbidden = None if is_exempt else self._objection(v, e, operands, result)
-            if forbidden:
+            if forbidden := None if v in self.views else self._objection(v, e, operands, result):
                 failed |= forbidden
                 result = result._replace(degrees={v: 1}, steep=frozenset())  # as if kept: the next cut will keep it
             known[v] = made[v] = result

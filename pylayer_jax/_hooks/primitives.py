@@ -129,15 +129,15 @@ def _of_same_tensors(_: Any, operands: Sequence[Operand]) -> bool:
     )
 
 
-def _is_exact_again(equation: Any) -> bool:
-    if equation.primitive.name == "jit":  # its equations are asked too
-        return True
+def is_exact_again(equation: Any) -> bool:
     condition = FACTS[equation.primitive.name].recomputed.get(Error.EXACT)
     values = [a.val if isinstance(a, Literal) else a for a in equation.invars]
     return condition is not None and condition(equation, [Operand(x, frozenset(), SAME, "") for x in values])
 
 
-_is_elementwise: Condition = lambda e, _: all(map(_is_exact_again, all_equations(e.params["call_jaxpr"])))
+def _is_elementwise(equation: Any, _: Sequence[Operand]) -> bool:
+    inner = all_equations(equation.params["call_jaxpr"])
+    return all(e.primitive.name == "jit" or is_exact_again(e) for e in inner)
 
 
 def _either(*conditions: Condition) -> Condition:
