@@ -55,7 +55,14 @@ def layers(ws, x):
     return jnp.mean(x**2)
 
 
-FUNCTIONS = [loop, scan, attention, branches, dropout, layers]
+def updates(ws, x):
+    for w in ws:
+        x = x.at[jnp.arange(32) % 5].add(jnp.sin(jnp.fft.irfft(jnp.fft.rfft(x @ w), n=64)))
+        x = jax.lax.dynamic_update_slice(x, jnp.cos(x[:2]), (3, 0))
+    return jnp.mean(x**2)
+
+
+FUNCTIONS = [loop, scan, attention, branches, dropout, layers, updates]
 
 
 def second(f):
@@ -206,6 +213,7 @@ def operations_of(f):
 def test_products_are_computed_again_only_for_a_limit():
     assert operations_of(recompute_saved(limit="1 GiB")(loop)) < 1.1 * operations_of(loop)
     assert operations_of(recompute_saved(limit="8 KiB")(loop)) > 1.2 * operations_of(loop)
+    assert bytes_held(recompute_saved(limit=X.nbytes)(updates)) <= X.nbytes < bytes_held(recompute_saved()(updates))
     masks = recompute_saved(limit=2 * X.size + 16)(dropout)  # and keys: a mask costs more than a product
     report = saved_tensors_report(masks, W[:2], X)
     assert {row.dtype for row in report.rows if row.packed_bytes and row.kind not in ("input", "constant")} == {"bool"}
