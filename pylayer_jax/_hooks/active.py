@@ -59,7 +59,7 @@ class Block(set[Any]):
         self.key_of_thread = threading.get_ident()
         if not isinstance(value, str) and not is_staging():
             self.add(self.key_of_thread)  # shared
-        self.is_loss = False  # whether a decorated function entered the block, and no backward pass was seen
+        self.has_no_backward = False  # whether a decorated function entered it, and no backward pass was seen
         self.n_used_before = 0 if isinstance(value, str) else value.n_used
         self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
         self.outer: Block | None = None

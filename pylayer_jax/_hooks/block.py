@@ -251,7 +251,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 with set_current_trace(watch) if is_first else contextlib.nullcontext():
                     result = function(*args, **kwargs)
                 if (block := entered_block(self._pair)) is not None:
-                    block.is_loss = not watch.was_seen
+                    block.has_no_backward = not watch.was_seen
             if watch.was_seen and not has_block and self._pair.n_used == n_used_before:
                 self._tell(should_have_packed=True)
             return result
@@ -312,7 +312,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             )
         if block.is_at_top and self._pair.n_used > block.n_used_before:
             _packed_at_top.add(hash(self._pair.key))
-        should_have_packed = block.is_at_top and not block.is_loss
+        should_have_packed = block.is_at_top and not block.has_no_backward
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
         if kind is None:

@@ -156,7 +156,7 @@ class Graph:
         self.fixed = fixed  # what has to be kept, and how
         self.inputs_of = {v: [v] for v in outside}  # a free input, or a view of such -> the inputs
         self.free = self._free(outside)  # what backward has without keeping it
-        self.views = self.inputs_of.keys() - self.free  # slices of it at indices that the function computed
+        self.slices_of_inputs = self.inputs_of.keys() - self.free  # at indices that the function computed
         lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
         self._lent_input_of = {v: inputs[0] for v, inputs in lenders.items() if inputs}
         self._forbidden = set[Any]()  # what backward must not make because of errors
@@ -211,7 +211,7 @@ class Graph:
                 dims = e.params["broadcast_dimensions"]
                 is_uniform = last not in dims or x in found
             else:
-                facts = FACTS[e.primitive.name]  # a transpose is none
+                facts = FACTS[e.primitive.name]  # a transpose may move another axis to the end
                 is_uniform = bool(read and facts.recomputed and not facts.is_move) and found.issuperset(read)
             if is_uniform:
                 found.update(e.outvars)
@@ -229,7 +229,7 @@ class Graph:
 
     def keeping(self, v: Any) -> Keeping:
         if v not in self._keepings:
-            found = as_it_is(v) if v in self.views else self._keeping_of(v)
+            found = as_it_is(v) if v in self.slices_of_inputs else self._keeping_of(v)
             # A rounded mean would move all that is computed from it.
             # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
             if found.roundings and self.pair.recomputes and n_bytes(v.aval) < SMALL * self.reach.get(v, 0):
@@ -242,7 +242,7 @@ class Graph:
         e = self.maker.get(v)
         if e is None or v in self._forbidden or v in self.fixed:
             return False
-        if v in self.views:
+        if v in self.slices_of_inputs:
             return True
         facts = FACTS[e.primitive.name]
         if has_limit:
@@ -257,7 +257,7 @@ class Graph:
         while True:
             kept, shared, first_of = set[Any](), set[Any](), dict[Any, int]()
             for n, residuals in enumerate(segments):
-                is_far = lambda v, n=n, first_of=first_of: self._is_far(v, n - first_of.setdefault(v, n))
+                is_far = functools.partial(self._is_far, first_of, n)
                 kept_here, made_here = self._cut(terms and terms.price, residuals, kept, shared, is_far)
                 kept |= kept_here
                 # The segment that backward runs before this one may make it for both.
@@ -272,10 +272,11 @@ class Graph:
         # An iteration of a scan holds only what it makes itself.
         return terms is not None and not self._is_in_scan
 
-    def _is_far(self, v: Any, distance: int) -> bool:
-        """Return whether a variable that a segment first needs is not made again so many segments later."""
+    def _is_far(self, first_of: dict[Any, int], n: int, v: Any) -> bool:
+        """Return whether segment `n` is too far from the first one that needs a variable to make it again."""
         is_product = v in self.maker and FACTS[self.maker[v].primitive.name].is_product
-        return distance >= (_MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES) and v not in self.from_keys
+        most = _MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES
+        return n - first_of.setdefault(v, n) >= most and v not in self.from_keys
 
     def _cut(
         self,
@@ -356,7 +357,7 @@ class Graph:
             e = self.maker[v]
             operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
-            if forbidden := None if v in self.views else self._objection(v, e, operands, result):
+            if forbidden := None if v in self.slices_of_inputs else self._objection(v, e, operands, result):
                 failed |= forbidden
                 result = result._replace(degrees={v: 1}, steep=frozenset())  # as if kept: the next cut will keep it
             known[v] = made[v] = result

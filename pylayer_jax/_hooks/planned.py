@@ -87,8 +87,8 @@ __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 # -- equations ---------------------------------------------------------------------------------------------
 
 
-def is_of_backward(x: Any) -> bool:
-    return "transpose(jvp" in str(x.name_stack)
+def is_of_backward(source: Any) -> bool:
+    return "transpose(jvp" in str(source.name_stack)
 
 
 def _key_of(e: Any, operands: Sequence[Any]) -> Any:
@@ -653,7 +653,9 @@ class Plan:
                 again, residuals = self._missing(read, known, backward.maker)
                 # No Refs wait.
                 cotangents = [v for v in read if v in backward.dependent and isinstance(v.aval, ShapedArray)]
-                cotangents, broadcasts = self._awaited(cotangents, known, backward) if is_program else (cotangents, [])
+                cotangents, broadcasts = (
+                    self._before_broadcasts(cotangents, known, backward) if is_program else (cotangents, [])
+                )
                 actions += [Action(jaxpr_of(equations)), Action(None, [*residuals], cotangents)]
                 equations = [*broadcasts, *again]
                 read_anew = {v for v in residuals if v in self.graph.free or v in self.small}
@@ -668,7 +670,7 @@ class Plan:
         self._actions[key] = actions
         return actions
 
-    def _awaited(
+    def _before_broadcasts(
         self, cotangents: Sequence[Any], known: Collection[Any], backward: Pass
     ) -> tuple[Sequence[Any], list[Any]]:
         """Return what to wait for, and the equations from it to the cotangents: XLA writes out what a barrier gets."""
@@ -716,6 +718,7 @@ class Planned(HookedFunction):
     def __init__(self, jaxpr: Any, places: Sequence[Place], name: str, around: Surroundings) -> None:
         self.jaxpr, self._places, self.name, self.around = jaxpr, places, name, around
         self.is_body = bool(around.origin.sources)
+        self._is_of_backward = is_of_backward(current())
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
@@ -773,8 +776,8 @@ class Planned(HookedFunction):
         return Plan(derivative, around, self._places, self.name, origin, bodies)
 
     def lower_rule(self, context: Any, *args: Any) -> Any:  # JAX differentiates a function before it lowers it
-        pair, sources = self.around.pair, [context, *[e.source_info for e in all_equations(self.jaxpr)]]
-        if not pair.n_used and any(map(is_of_backward, sources)):
+        pair, sources = self.around.pair, (e.source_info for e in all_equations(self.jaxpr))
+        if not pair.n_used and (self._is_of_backward or any(map(is_of_backward, sources))):
             pair.warn_once(IDLE)
         return super().lower_rule(context, *args)
 
@@ -815,7 +818,7 @@ def _not_inlined() -> Any:
     return jaxpr.eqns[0].params["inline"]
 
 
-class _JittedKept(PassThroughTrace):
+class _NothingInlined(PassThroughTrace):
     """A trace in which JAX does not inline its own jitted functions, whose names are those of operations."""
 
     __slots__ = ()
@@ -831,7 +834,7 @@ def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Seque
     """Stage a function. JAX's own jitted functions stay calls, whose names operations get."""
 
     def run(*args: Any) -> tuple[Sequence[Any], Any]:
-        with set_current_trace(_JittedKept(current_trace())):
+        with set_current_trace(_NothingInlined(current_trace())):
             return function(*args)
 
     return stage(run, types, name)
