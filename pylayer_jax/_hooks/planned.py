@@ -310,7 +310,7 @@ class Derivative:
             for x in set(variables(atoms)).intersection(residuals):
                 found[x] = found.get(x, frozenset()) | {operation}
         # A layer may read others if one of its outputs has no cotangent.
-        # tests: test_a_layer_that_reads_another_tensor_if_a_cotangent_is_missing
+        # tests: test_a_layer_that_reads_more_if_a_cotangent_is_missing
         marked = [x for x in self.marks if x in residuals] if len(self.vjp.cotangent_types) > 1 else []
         return dict.fromkeys(marked, frozenset[Any]()) | found
 

@@ -23,6 +23,7 @@ import numpy as np
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu
 from tests.hooks.spy import in_block
+from tests.kit.layers import Multiples
 
 from .pieces import BINARY, CONTAINERS, DECIDES, OUTER, PIECES, SHAPE, UNARY, VIEWS, Outside, outside
 
@@ -130,8 +131,9 @@ class Case(NamedTuple):
     def loss(self, steps: tuple[Step, ...], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
         def program(x: Any, o: Outside) -> Any:
             y = function_of(steps, has_hooks=wrap not in (unchanged, jax.checkpoint))(x, o)
+            y, more = (2 * y, 3 * y) if wrap is unchanged else Multiples.apply(y)
             loss = jnp.sum(jnp.sin(y))
-            return {"loss": loss, "unused": jnp.exp(y), "largest": y.argmax()} if self.returns_dict else loss
+            return {"loss": loss, "unused": jnp.exp(more), "largest": y.argmax()} if self.returns_dict else loss
 
         wrapped = FORMS[self.form](wrap, jax.jit(program) if self.staging == "inner jit" else program)
         read = (lambda result: result["loss"]) if self.returns_dict else unchanged
