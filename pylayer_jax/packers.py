@@ -116,7 +116,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         arguments: whether to compute again what follows from values outside the block.
         only: a predicate that selects the tensors that may be computed again; see `pylayer_jax.packers`.
         limit: the bytes that backward may keep on one device, beside what came from outside: a number, or a text such
-            as "64 MiB". It is for all iterations of a loop together, and for one example under `jax.vmap`.
+            as "64 MiB". It is for all iterations of a loop together, and for one example under `jax.vmap`. What other
+            hooks inside the function keep counts too, and stays as it is.
 
     Warns:
         UserWarning: if the least that can be kept is more than the limit.
