@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -49,16 +49,14 @@ class Skeleton:
     def is_container(self) -> bool:
         return self.node.num_nodes > 1 or not self.leaves
 
-    def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
+    def fill(self, tensors: Iterable[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """Rebuild the tree from `tensors`, in flattening order, and from `change(static)` for each static."""
+        rest = iter(tensors)
         if self is LEAF:
-            return tensors[0]
-        return self._fill(iter(tensors), change)
-
-    def _fill(self, rest: Iterator[Any], change: Callable[[Any], Any]) -> Any:
+            return next(rest)
         return self.node.unflatten(
             [
-                next(rest) if x is LEAF else x._fill(rest, change) if type(x) is Skeleton else change(x)
+                next(rest) if x is LEAF else x.fill(rest, change) if type(x) is Skeleton else change(x)
                 for x in self.leaves
             ]
         )
