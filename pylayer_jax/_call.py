@@ -18,7 +18,7 @@ from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, Save
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, has_tangent, is_array, is_tensor, tangent_type, zeros_of
-from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of, tensors_in
+from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of
 from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -131,13 +131,13 @@ class LayerCall:
             state.in_forward = False
 
     def closed_over_error(self, method: str = "forward") -> Exception:
-        own = {name: tensors_in(value) for name, value in closed_over(getattr(self.layer, method)).items()}
+        own = closed_over(getattr(self.layer, method))
         traced = [name for name, tensors in own.items() if any(map(is_tracer, tensors))]
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
         for argument in self.arguments.arguments if method == "forward" else ():
             for path, static in argument.skeleton.paths():
-                for name, value in closed_over(static).items() if callable(static) else ():
-                    if any(map(is_tracer, tensors_in(value))):
+                for name, tensors in closed_over(static).items():
+                    if any(map(is_tracer, tensors)):
                         names[f"{name} (in argument {argument.name}{path})"] = name
         found = f": {', '.join(names)}" if names else ""
         example = next(iter(names.values()), "value")

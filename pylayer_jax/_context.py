@@ -14,7 +14,7 @@ import numpy as np
 
 from ._jax.traces import current_trace, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, types_of, zeros_of
-from ._messages import closed_over, describe, tensors_in
+from ._messages import closed_over, describe
 from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -389,8 +389,8 @@ def _ended_error(call: str, layer: str) -> ValueError:
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
     trace = current_trace()
     for path, leaf in skeleton.paths():
-        for value in closed_over(leaf).values() if callable(leaf) else ():
-            if any(is_tracer(x) and x._trace is trace for x in tensors_in(value)):
+        for tensors in closed_over(leaf).values():
+            if any(is_tracer(x) and x._trace is trace for x in tensors):
                 raise ValueError(
                     f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be "
                     "kept for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and "

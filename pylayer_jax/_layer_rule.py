@@ -79,7 +79,7 @@ from ._jax.types import (
     varying_over,
     zeros_of,
 )
-from ._messages import NotLinearError, closed_over, noting, once_differentiable_error, source_of, tensors_in
+from ._messages import NotLinearError, closed_over, noting, once_differentiable_error, source_of
 from ._trees import contains
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -508,7 +508,7 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
         # If a staged call differentiates a value that `backward` closes over, JAX would silently treat it as a constant
         # (as of jax 0.12, also in a plain `jax.custom_vjp`). tests: test_closed_over.py
         closed = closed_over(call.layer.backward).values() if traced_call.is_deferred else ()
-        if any(is_differentiated(x) for value in closed for x in tensors_in(value)):
+        if any(is_differentiated(x) for found in closed for x in found):
             raise call.closed_over_error("backward")
         staged, consts = traced_call.stage(tensors, in_rule=True)
         values = apply(staged, [*consts, *tensors])

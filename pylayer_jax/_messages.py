@@ -43,8 +43,10 @@ def innermost(function: Any) -> Any:
     return function
 
 
-def closed_over(function: Any) -> dict[str, Any]:
-    """Return the variables that `innermost(function)` closes over, and its default and bound arguments, by name."""
+def closed_over(function: Any) -> dict[str, list[Any]]:
+    """Return by name the tensors that a function closes over, and those in its default and bound arguments."""
+    if not callable(function):
+        return {}
     values: dict[str, Any] = {}
     inner: Any = innermost(function)
     code: Any = getattr(inner, "__code__", None)
@@ -59,11 +61,7 @@ def closed_over(function: Any) -> dict[str, Any]:
         bound = [*names, *(f"argument {i}" for i in range(len(names), len(function.args)))]
         values |= dict(zip(bound, function.args, strict=False)) | function.keywords
         function = function.func
-    return values
-
-
-def tensors_in(value: Any) -> list[Any]:
-    return split(value)[0] if is_tensor(value) or type(value) in (list, tuple, dict) else []
+    return {k: split(x)[0] for k, x in values.items() if is_tensor(x) or type(x) in (list, tuple, dict)}
 
 
 def source_of(name: str, function: Callable[..., Any]) -> str:
