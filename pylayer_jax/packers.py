@@ -302,7 +302,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return x
             sharding = explicit_sharding(x)
             packed = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return Partial(_dequantize, *packed, bits, length, x.dtype, sharding)
+            return Partial(_dequantize, packed, bits, length, x.dtype, sharding)
 
         error = Rounding(Error.RANGE, 0.5 / (2**bits - 3))
 
@@ -375,8 +375,10 @@ def _quantize(x: jax.Array, bits: int, stochastic: bool, length: int, sharding: 
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
     x = jnp.reshape(x, (*x.shape[:-1], x.shape[-1] // length, length), out_sharding=sharding)
     smallest, second, high = _ends(x)
+    # JAX would move the broadcast of a constant out of a scan, and keep an array of the shape of `x`. Behind this
+    # barrier, the constants depend on `x`. tests: test_a_scan_keeps_no_constant_of_the_quantizer
     constants = jnp.uint8(2**bits - 2), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
-    high, smallest_code, nan_code, position = _depending_on(high, *constants)
+    high, smallest_code, nan_code, position = jax.lax.optimization_barrier((high, *constants))
     low = jnp.minimum(second, high)
     half = _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 0.5 / half, 0)
@@ -402,12 +404,6 @@ def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.broadcast_in_dim(numbers, x.shape, range(x.ndim - 1))
 
 
-def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
-    # JAX would move the broadcast of a constant out of a scan, and keep an array of the shape of `x`. Behind this
-    # barrier, the constants depend on `x`. tests: test_a_scan_keeps_no_constant_of_the_quantizer
-    return jax.lax.optimization_barrier((x, *constants))
-
-
 def _dither(x: jax.Array, position: jax.Array) -> jax.Array:
     """Hash each value and its position in the block to a number from 0 to 1."""
     # `salt` gets the rank of x, because jax_numpy_rank_promotion="raise" forbids operands of different ranks.
@@ -419,7 +415,7 @@ def _dither(x: jax.Array, position: jax.Array) -> jax.Array:
 
 def _ends(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the smallest value of each block, the smallest of the larger ones or inf, and the largest finite one."""
-    # The minimum of no elements is inf. As a function of x, it is not moved out of a scan: see `_depending_on`.
+    # The minimum of no elements is inf. As a function of x, it is not moved out of a scan: see `_quantize`.
     inf = _in_blocks(jnp.min(x[..., :0], axis=-1, initial=jnp.inf), x)
     is_number = x < jnp.inf  # False for NaN
 
@@ -439,20 +435,12 @@ def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
     return (high * 0.5 - low * 0.5) / (2**bits - 3)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _dequantize(
-    codes: jax.Array,
-    smallest: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    bits: int,
-    length: int,
-    dtype: Any,
-    sharding: Any,
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _dequantize(packed: tuple[jax.Array, ...], bits: int, length: int, dtype: Any, sharding: Any) -> jax.Array:
+    codes, smallest, low, high = packed
     if bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)[..., :length]
-    high, nan = _depending_on(high, jnp.asarray(jnp.nan, high.dtype))
+    high, nan = jax.lax.optimization_barrier((high, jnp.asarray(jnp.nan, high.dtype)))  # as in `_quantize`
     x = codes.astype(high.dtype)
     half = _half_step(low, high, bits)
     half, smallest, low, high = (_in_blocks(numbers, x) for numbers in (half, smallest, low, high))
