@@ -336,10 +336,9 @@ def stage_layer(
     unnamed = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
-        names = call.checkpoint_names(kept)
-        saved = [(variables[i], name) for i, name in zip(positions, names, strict=False) if name]
+        saved = zip([variables[i] for i in positions], call.checkpoint_names(kept), strict=False)
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
-        if name_of := {v: name for v, name in saved if not isinstance(v, Literal) and v in computed}:
+        if name_of := {v: name for v, name in saved if name and not isinstance(v, Literal) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
             kept.has_names = True
     return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
@@ -443,17 +442,13 @@ def linearize(
         residuals = [*arrays, *held(residuals[n:])]
         packed = packed and [*packed, *range(len(arrays), len(residuals))]
     if call.layer.saved_names:
-        names, named = call.checkpoint_names(kept), dict[int, Any]()
-        owner_of = dict[int, int]()  # position -> the first saved tensor that backward restores from the array there
-        for i, residual in enumerate(packed[:n] if packed else range(n)):
-            for position in jax.tree_util.tree_leaves(residual):
-                owner_of.setdefault(position, i)
-        for position, owner in owner_of.items():
-            x = residuals[position]
-            # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
-            is_named = kept.has_names and packed is None and not contains(inputs, x)
-            if names[owner] and not is_named and is_tracer(x):
-                named[id(x)] = checkpoint_name(x, names[owner])
+        named = dict[int, Any]()  # id of an array -> the array, named after a tensor that is restored from it
+        for name, residual in zip(call.checkpoint_names(kept), packed[:n] if packed else range(n), strict=True):
+            for x in [residuals[i] for i in jax.tree_util.tree_leaves(residual)]:
+                # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
+                is_named = id(x) in named or (kept.has_names and packed is None and not contains(inputs, x))
+                if name and not is_named and is_tracer(x):
+                    named[id(x)] = checkpoint_name(x, name)
         # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
         residuals, outputs = ([named.get(id(x), x) for x in values] for values in (residuals, outputs))
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
