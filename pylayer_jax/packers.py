@@ -55,10 +55,6 @@ __all__ = [
 ]
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 class _ReadyPair(saved_tensors_hooks):
     """Base class of the ready pairs, whose pack hooks return an array, or a function without arguments as a pytree."""
 
@@ -218,7 +214,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 "values become NaN). Use quantize_saved(8), which scales each block of values."
             )
 
-        is_narrowed = lambda x: _is_float(x) and x.dtype.itemsize > narrow.itemsize
+        is_narrowed = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > narrow.itemsize
 
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
@@ -289,7 +285,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
         def block_length(x: Any, n_shards: int = 1) -> int:
             """Return 0 for what stays as it is: `jax.export` makes symbolic lengths."""
-            if not (_is_float(x) and x.ndim and isinstance(x.shape[-1], int) and x.shape[-1]):
+            is_float = jnp.issubdtype(x.dtype, jnp.floating)
+            if not (is_float and x.ndim and isinstance(x.shape[-1], int) and x.shape[-1]):
                 return 0
             length = _divisor_near(x.shape[-1] // n_shards, block_size)
             return length if n_bytes_of_block(length, x.dtype) < length * x.dtype.itemsize else 0
