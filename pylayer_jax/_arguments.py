@@ -260,8 +260,8 @@ def _pair(
         problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
         or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
         raise ValueError(
-            f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
-            f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
+            f"{arguments.layer}.backward returned {plural(count, 'gradient')} for "
+            f"{plural(len(names), kind)} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
         )
     pairs = list(zip(passed, entries, strict=True))
     for argument, entry in pairs:

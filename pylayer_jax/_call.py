@@ -181,8 +181,8 @@ class LayerCall:
                 static = [str(i) for i, x in enumerate(outputs.groups) if not x.size and not layer._torch_convention]
                 without = f" (output {', '.join(static)} holds no array, and so has no cotangent)" if static else ""
                 raise TypeError(
-                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output', 'outputs')}"
-                    f"{without}, so backward takes ctx and {plural(len(given), 'cotangent', 'cotangents')}: {misfit}."
+                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output')}"
+                    f"{without}, so backward takes ctx and {plural(len(given), 'cotangent')}: {misfit}."
                 ) from error
             add_note(error, self.name, "backward")
             raise

@@ -25,8 +25,8 @@ def describe(value: Any) -> str:
     return f"{value!r} of type {type(value).__name__}" if len(repr(value)) < 60 else type(value).__name__
 
 
-def plural(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def innermost(function: Any) -> Any:

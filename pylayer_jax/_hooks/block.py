@@ -215,7 +215,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         recomputed = f", {n_recomputed.total()} computed again" if n_recomputed else ""
         n_traced = n_packed[True] + n_recomputed[True]
         traced = f", {n_traced} of them traced" if n_traced else ""
-        return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{recomputed}{traced}"
+        return f"{text}: {plural(n_packed.total(), 'tensor')} packed{recomputed}{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open blocks belong to a thread and packed values to a process, so a copy has neither.

@@ -284,8 +284,7 @@ def _compare_outputs(subject: Subject) -> Cases:
     assert subject.reference is not None
     got, expected = subject.function.run(), subject.reference.run()
     if len(got) != len(expected):
-        returned = plural(len(got), "tensor is", "tensors are")
-        raise MismatchError(f"{returned} returned, but {len(expected)} by the reference.")
+        raise MismatchError(f"{plural(len(got), 'tensor')} returned, but {len(expected)} by the reference.")
     yield subject.case("", named_outputs(got), named_outputs(expected), "by the reference")
     return "match those of the reference"
 
@@ -711,7 +710,7 @@ def check_shard_map(subject: Subject) -> Cases:
     results = lambda xs, w: TensorFunction(sharded, {"tensors": xs}, function.paths).results(w)
     yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
     yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
-    return f"outputs and gradients on {plural(mesh.size, 'device', 'devices')} match eager mode, under jit and eagerly"
+    return f"outputs and gradients on {plural(mesh.size, 'device')} match eager mode, under jit and eagerly"
 
 
 # -- several examples -----------------------------------------------------------------------------
@@ -732,7 +731,7 @@ def check_vmap(subject: Subject) -> Cases:
     for i, (description, batch_axes) in enumerate(choices.items()):
         # The first choice runs in eager mode. The others are compiled, which is faster.
         yield _case_of_examples(subject, batch_axes, f" of vmap{description}", is_jitted=i > 0)
-    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(choices), 'choice', 'choices')} of mapped axes"
+    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(choices), 'choice')} of mapped axes"
     # From a batch of rbg keys, JAX draws other random numbers than from each of these keys alone.
     mapped = [p for p, x in enumerate(function.tensors) if p in positions or "rbg" not in str(x.dtype)]
     if mapped == positions:
