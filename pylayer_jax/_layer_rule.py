@@ -399,16 +399,15 @@ class EagerLayer(RuleFunction):
         return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        packs = keeps_residuals(tangents)  # this depends on JAX's trace, which the next line leaves
-        with set_current_trace(trace_of_primals(primals)):
-            primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
-            is_concrete = not any(map(is_tracer, primals))
-            run = self.call.run_on_values(primals, [t is not None for t in tangents]) if is_concrete else None
-        if run is None:
+        packs = keeps_residuals(tangents)
+        primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
+        if any(map(is_tracer, primals)):
             staged, consts = stage_layer(self.call, types_of(primals), primals)
             n = staged.n_outputs
             values, found = staged.differentiate([*consts, *primals], [*[None] * len(consts), *tangents], packs)
             return values[:n], found[:n]
+        with set_current_trace(trace_of_primals(primals)):
+            run = self.call.run_on_values(primals, [t is not None for t in tangents])
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
