@@ -68,17 +68,7 @@ from ._jax.traces import (
     trace_of_primals,
 )
 from ._jax.transparency import forbid_derivative
-from ._jax.types import (
-    as_arrays,
-    explicit_sharding,
-    has_tangent,
-    is_ref,
-    tangent_type,
-    types_of,
-    varying_axes,
-    varying_over,
-    zeros_of,
-)
+from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, types_of, varying_axes, varying_over, zeros_of
 from ._messages import NotLinearError, closed_over, noting, once_differentiable_error, source_of
 from ._trees import contains
 
@@ -549,8 +539,7 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
             return None, *gradients
         # JAX would not sum a gradient without a batch axis over the examples: see NOTE [all outputs are batched] in
         # `_jax/rule_function.py`. `jnp.where` is batched like its condition, which is any bool that is batched.
-        has_entry = batched.size and explicit_sharding(batched) is None  # JAX cannot index along an explicit mesh axis
-        condition = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
+        condition = jnp.any(batched)
         return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
 
 
