@@ -74,8 +74,6 @@ from ._trees import contains
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
-# -- linear maps -------------------------------------------------------------------------------------------------
-
 
 class LayerMap(LinearMap):
     """The derivative of a layer: a linear map from tangents of the inputs to tangents of the outputs.
@@ -88,11 +86,9 @@ class LayerMap(LinearMap):
     a `jvp`, or a linear `backward`.
     """
 
-    def __init__(
-        self, call: LayerCall, kept: SavedContext, n_residuals: int, needs: Sequence[bool], packed: Any = None
-    ) -> None:
+    def __init__(self, call: LayerCall, kept: SavedContext, n_residuals: int, needs: list[bool], packed: Any) -> None:
         self.call, self.kept, self.n_residuals, self.packed = call, kept, n_residuals, packed
-        self.needs = list(needs)  # one bool per input: whether the input has a tangent
+        self.needs = needs  # one bool per input: whether the input has a tangent
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
         self.has_x64 = jax.enable_x64.value  # perhaps around `forward` alone
@@ -440,7 +436,7 @@ def linearize(
                     named[id(x)] = checkpoint_name(x, name)
         # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
         residuals, outputs = ([named.get(id(x), x) for x in values] for values in (residuals, outputs))
-    return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
+    return LayerMap(call, kept, len(residuals), list(needs), packed), outputs, residuals
 
 
 # -- the custom_vjp function of each class ------------------------------------------------------------

@@ -36,7 +36,7 @@ class NotLinearError(TypeError):
     """Error for a function that has to be transposed but is not linear, or that JAX cannot transpose."""
 
 
-def why_not_linear(jaxpr: Any, is_input: Sequence[bool], values: Sequence[Any] = ()) -> str:
+def why_not_linear(jaxpr: Any, is_input: Sequence[bool], values: Sequence[Any]) -> str:
     """Return why a jaxpr may be nonlinear where `is_input`, or "" after a proof. `values`: of the first inputs."""
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))

@@ -118,7 +118,7 @@ class TensorFunction:
     def results(self, cotangents: Cotangents) -> Arrays:
         return {**named_outputs(self.run()), **self.named_gradients(cotangents)}
 
-    def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
+    def gradient_function(self, cotangents: Cotangents, order: int) -> TensorFunction:
         """Return the function from the values and the cotangents to the gradients, which are of order `order`."""
         gradients = lambda values, cotangents: self.with_values(values).gradients(cotangents)
         where = " of the gradient" if order > 1 else ""
