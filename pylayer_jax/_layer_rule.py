@@ -294,14 +294,12 @@ class StagedLayer(RuleFunction):
         return run
 
 
-def stage_layer(
-    call: LayerCall, tensor_types: Sequence[Any], tensors: Sequence[Any] = ()
-) -> tuple[StagedLayer, Values]:
+def stage_layer(call: LayerCall, input_types: Sequence[Any], tensors: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
     """Stage `forward` for inputs of these types. Return the staged function, and the closed-over values."""
     try:
-        jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, {})
+        jaxpr, consts, (kept, positions) = _stage_forward(call, input_types, {})
         if missing := _missing_axes(jaxpr, kept.outputs):
-            jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, missing)
+            jaxpr, consts, (kept, positions) = _stage_forward(call, input_types, missing)
     except NEEDS_VALUES as error:
         if not any(map(is_differentiated, tensors)):
             raise
@@ -331,7 +329,7 @@ def stage_layer(
 
 
 def _stage_forward(
-    call: LayerCall, tensor_types: Sequence[Any], axes_of_output: dict[int, frozenset[Any]]
+    call: LayerCall, input_types: Sequence[Any], axes_of_output: dict[int, frozenset[Any]]
 ) -> tuple[Any, Values, tuple[SavedContext, list[int]]]:
     """Trace `forward` to a jaxpr of outputs and intermediates. Return also the context, and where residuals are."""
     axes = frozenset[Any]().union(*axes_of_output.values())
@@ -352,7 +350,7 @@ def _stage_forward(
             kept.outputs.types = types_of(values[: len(outputs)])
         return values, (kept, positions)
 
-    return stage(forward, tensor_types, call.source, call.arguments.tensor_names())
+    return stage(forward, input_types, call.source, call.arguments.tensor_names())
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
