@@ -155,10 +155,8 @@ class LayerCall:
     ) -> list[Any]:
         """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
-        cotangents = [
-            as_array(c, t) if has else None
-            for c, t, has in zip(cotangents, outputs.types, outputs.has_tangent, strict=True)
-        ]
+        rows = zip(cotangents, outputs.types, outputs.has_tangent, strict=True)
+        cotangents = [as_array(c, t) if can_have_one else None for c, t, can_have_one in rows]
         if all(c is None for c in cotangents):
             return [None] * len(arguments.types)
         ctx = self._backward_context(kept, residual, needs)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from .jaxprs import body_inputs, inner_jaxprs, interpret, jaxpr_and_consts
-from .rule_function import linear_map_p, merge, payload_of, rule_function_p, scatter, select
+from .rule_function import merge, payload_of, scatter, select
 from .traces import eval_jaxpr
 from .types import full_cotangent, has_tangent
 
@@ -157,14 +157,11 @@ def _linear_map(equation: Any, operands: list[Kind]) -> Kind:
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
     # If `backward` applies another layer, JAX transposes that layer's `forward`, so this `forward` has to be linear.
     function = payload_of(equation)
-    return [
-        k if k in _KNOWN or k in operands else f"{k}, in {function.name}"
-        for k in evaluate_kinds(function.jaxpr, operands)
-    ]
+    kinds = evaluate_kinds(function.jaxpr, operands)
+    return [k if k in _KNOWN or k in operands else f"{k}, in {function.name}" for k in kinds]
 
 
-_RULES.update({"gather": _gather, "scatter": _scatter})
-_RULES.update({linear_map_p.name: _linear_map, rule_function_p.name: _rule_function})
+_RULES.update(gather=_gather, scatter=_scatter, linear_map=_linear_map, rule_function=_rule_function)
 
 
 # -- calls, branches, loops -------------------------------------------------------------------------------

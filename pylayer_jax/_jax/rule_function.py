@@ -91,9 +91,8 @@ class ObjectPrimitive(Primitive):
         def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
             given = [None if type(t) is ad.Zero else t for t in tangents]
             values, found = payload_at(payload).jvp_rule(primals, given)
-            return values, [
-                ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, found, strict=True)
-            ]
+            pairs = zip(values, found, strict=True)
+            return values, [ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in pairs]
 
         def transpose(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
             given = [None if type(c) is ad.Zero else c for c in cotangents]
@@ -284,14 +283,11 @@ class BatchedFunction(RuleFunction):
             # Repeat the tangent of a shared primal, so that each example applies its own linear map. The transpose of a
             # shared map would get the sum of the cotangents of all examples, and would give a wrong result if it is not
             # linear (a layer's `backward` need not be). tests: contract/test_vmap.py
-            given = [
-                t if t is None or d is not None else batch_axis_to_front(self.axis, t, None)
-                for t, d in zip(given, dims, strict=True)
-            ]
+            pairs = zip(given, dims, strict=True)
+            given = [t if t is None or d is not None else batch_axis_to_front(self.axis, t, None) for t, d in pairs]
             tangent_dims = [0 if d is None else d for d in dims]
-        values, found = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))(
-            list(primals[n:]), given
-        )
+        batched_rule = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))
+        values, found = batched_rule(list(primals[n:]), given)
         if self.out_dims == 0:
             return values, found
         # All examples share the tangent of a value that is not batched, such as a sum over the batch axis.
