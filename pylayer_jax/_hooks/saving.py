@@ -332,14 +332,14 @@ class Vjp:
             )
         return [x if i in reached else None for i, x in enumerate(found)]
 
-    def _note_reached(self, _: Any, cotangents: Sequence[Any]) -> Values:
+    def _note_reached(self, positions: Sequence[int], cotangents: Sequence[Any]) -> Values:
         _, reached = _calls.get({}).get(self, (set(), set()))  # an outer derivative may come here too
-        reached.update(i for i, c in enumerate(cotangents) if c is not None)
+        reached.update(i for i, c in zip(positions, cotangents, strict=True) if c is not None)
         return list(cotangents)
 
-    def _drop_missing(self, _: Any, cotangents: Sequence[Any]) -> Values:
+    def _drop_missing(self, positions: Sequence[int], cotangents: Sequence[Any]) -> Values:
         missing, _ = _calls.get({}).get(self, (set(), set()))
-        return [None if i in missing else c for i, c in enumerate(cotangents)]
+        return [None if i in missing else c for i, c in zip(positions, cotangents, strict=True)]
 
 
 # The calls that run: several threads may call one vjp function, and one call may lead to another. A call knows which of
@@ -363,10 +363,7 @@ class _Gate(Identity):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         nonzero = [t is not None for t in tangents]
         given = select(tangents, nonzero)
-        linear = _GateMap(self.name, 0, list(map(typeof, given)), self._transpose)
-        return list(primals), scatter(apply_linear(linear, [], given), nonzero)
+        return list(primals), scatter(apply(self.of(list(map(typeof, given)), range(len(given))), given), nonzero)
 
-
-class _GateMap(Pullback):
-    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        return list(tangents)
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self._transpose(self.original_positions, cotangents)
