@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,12 +58,14 @@ class Operation(NamedTuple):
     primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
 
-def _facts_of(operation: Operation, of_floats: bool) -> list[Facts]:
-    """Return the facts of an operation, or of those in a jitted function: of all, or of those that compute floats."""
+def _facts_of(operation: Operation, of_floats: bool) -> Iterator[Facts]:
+    """Yield the facts of an operation, or of those in a jitted function: of all, or of those that compute floats."""
     if operation.kind != "jit":
-        return [FACTS[operation.kind]]
-    inner = [e for jaxpr in inner_jaxprs(operation.params) for e in all_equations(jaxpr) if e.primitive.name != "jit"]
-    return [FACTS[e.primitive.name] for e in inner if not of_floats or any(has_tangent(v.aval) for v in e.outvars)]
+        yield FACTS[operation.kind]
+        return
+    for e in (e for jaxpr in inner_jaxprs(operation.params) for e in all_equations(jaxpr)):
+        if e.primitive.name != "jit" and (not of_floats or any(has_tangent(v.aval) for v in e.outvars)):
+            yield FACTS[e.primitive.name]
 
 
 def _is_view(operation: Operation, args: Sequence[Any], values: Sequence[Any]) -> bool:
@@ -173,8 +175,10 @@ class BlockTrace(PassThroughTrace):
             self.block.check_task()
             places = list(map(self.place_of, args))
             values = self._bind(operation, args, places)
-        is_known = all(f.recomputed for f in _facts_of(operation, of_floats=False))  # not random numbers
-        is_constant = is_known and all(place is Place.CONSTANT for place in places)
+        is_constant = all(place is Place.CONSTANT for place in places) and all(
+            f.recomputed
+            for f in _facts_of(operation, of_floats=False)  # random numbers have no operand
+        )
         # A view of a value from outside stays outside, even if the block computes an integer operand of the view, such
         # as a start index of `dynamic_slice`.
         of_floats = [p for p, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
