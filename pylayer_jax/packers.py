@@ -98,8 +98,8 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     loops, `jax.custom_vjp` functions, ...
 
     With a `limit`, backward also repeats costly operations until what the function keeps fits, those first that save
-    most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, random bits and masks that
-    follow from keys and integers. Never repeated are decisions by floats, loops, collectives, kernels, effects and
+    most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, scatters that add, FFTs,
+    random bits and masks that follow from keys and integers. Never repeated are decisions by floats, loops, collectives, kernels, effects and
     `jax.custom_vjp` functions. Backward then runs in segments, as with a `jax.checkpoint` of each layer, and repeats a
     product in at most three of them. The smallest limit is not the one with the lowest peak;
     `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair decorates a function; it is no block.
