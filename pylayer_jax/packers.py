@@ -72,7 +72,7 @@ class _ReadyPair(saved_tensors_hooks):
         key = *settings, bool(recompute), bool(arguments), key_of(only)  # pairs with equal keys are equal
         condition = predicate(type(self).__name__, only)
         step = step._replace(pack=unchecked(step.pack), unpack=unchecked(step.unpack), only=condition)
-        self._set_up(owner, key, [step], recomputes=bool(recompute), packs_arguments=bool(arguments))
+        self._set_up(owner, key, [step], recomputes_elementwise=bool(recompute), packs_arguments=bool(arguments))
 
 
 def _n_bytes(x: Any) -> float:
@@ -99,10 +99,11 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     With a `limit`, backward also repeats costly operations until what the function keeps fits, those first that save
     most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, scatters that add, FFTs,
-    random bits and masks that follow from keys and integers. Never repeated are decisions by floats, loops, collectives, kernels, effects and
-    `jax.custom_vjp` functions. Backward then runs in segments, as with a `jax.checkpoint` of each layer, and repeats a
-    product in at most three of them. The smallest limit is not the one with the lowest peak;
-    `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair decorates a function; it is no block.
+    random bits and masks that follow from keys and integers. Never repeated are decisions by floats, loops,
+    collectives, kernels, effects and `jax.custom_vjp` functions. Backward then runs in segments, as with a
+    `jax.checkpoint` of each layer, and repeats a product in at most three of them. The smallest limit is not the one
+    with the lowest peak; `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair decorates a function;
+    it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
@@ -130,7 +131,7 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             recompute_saved,
             (n_bytes, bool(arguments), key_of(only)),
             (),
-            recomputes=True,
+            recomputes_elementwise=True,
             packs_arguments=bool(arguments),
             only=predicate(type(self).__name__, only),
             limit=n_bytes,
@@ -583,7 +584,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             chain,
             (*[hooks._pair.key for hooks in pairs], key_of(only)),
             steps,
-            recomputes=all(hooks._pair.recomputes for hooks in pairs),
+            recomputes_elementwise=all(hooks._pair.recomputes_elementwise for hooks in pairs),
             packs_arguments=all(hooks._pair.packs_arguments for hooks in pairs),
             only=predicate("chain", only),
         )
@@ -634,7 +635,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             by_name,
             (frozenset((key, pair and pair.key) for key, pair in pair_of.items()),),
             (),
-            recomputes=all(pair.recomputes for pair in present),
+            recomputes_elementwise=all(pair.recomputes_elementwise for pair in present),
             packs_arguments=all(pair.packs_arguments for pair in present),
             by_name={key: () if pair is None else pair.steps for key, pair in pair_of.items()},
         )

@@ -83,7 +83,7 @@ def _listed(names: Collection[str]) -> str:
 
 def _unmatched(key: Any, pair: Pair) -> str:
     if key in pair.seen:
-        otherwise = "; with recompute=False they are packed" if pair.recomputes else ""
+        otherwise = "; with recompute=False they are packed" if pair.recomputes_elementwise else ""
         return f"{key!r} (backward computes such tensors again from others{otherwise})"
     similar = difflib.get_close_matches(str(key), pair.seen, 1)
     return f"{key!r} (did you mean {similar[0]!r}?)" if similar else repr(key)
@@ -191,7 +191,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         check_hook(owner, "unpack_hook", unpack_hook, 1)
         step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
         key = *map(key_of, (pack_hook, unpack_hook, only)), step.host, step.differentiable
-        self._set_up(saved_tensors_hooks, key, [step], recomputes=False, packs_arguments=True)
+        self._set_up(saved_tensors_hooks, key, [step], recomputes_elementwise=False, packs_arguments=True)
 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
         # A pair of a subclass with an `__init__` of its own equals only itself, because its hooks may store state.

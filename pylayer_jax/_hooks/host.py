@@ -72,7 +72,7 @@ class HostStore:
         """Let each place drop its objects when `device` puts an object there again."""
         with _lock:
             for place in list(self.places):
-                place.read_by.setdefault(device, set()).update(place.objects)
+                place.may_drop.setdefault(device, set()).update(place.objects)
 
 
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
@@ -88,7 +88,7 @@ class HeldObjects:
 
     def __init__(self, store: HostStore, limit: float = math.inf) -> None:
         self.objects: dict[int, tuple[Any, int]] = {}  # number -> (object, its size), the oldest first
-        self.read_by: dict[int, set[int]] = {}  # device -> the numbers that the device has read
+        self.may_drop: dict[int, set[int]] = {}  # device -> the numbers of objects that it will not read again
         self.store = store  # kept alive, so that a later equal pair can close the store
         self._limit = limit
         with _lock:
@@ -96,7 +96,7 @@ class HeldObjects:
 
     def put(self, number: int, value: Any, device: int, size: int = 0) -> None:
         with _lock:
-            dropped = [self.objects.pop(number, None) for number in self.read_by.pop(device, ())]
+            dropped = [self.objects.pop(number, None) for number in self.may_drop.pop(device, ())]
             self.objects[number] = value, size
             excess = sum(size for _, size in self.objects.values()) - self._limit if self._limit < math.inf else 0
             while excess > 0 and len(self.objects) > 1:
@@ -107,7 +107,7 @@ class HeldObjects:
 
     def get(self, number: int, device: int) -> Any:
         with _lock:
-            self.read_by.setdefault(device, set()).add(number)
+            self.may_drop.setdefault(device, set()).add(number)
             return self.objects[number][0]
 
 

@@ -73,6 +73,10 @@ class Origin:
     # Other branches of a `cond` may compute the tensor: JAX keeps one array for all of them.
     others: tuple[Origin, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
+    @property
+    def branches(self) -> tuple[Origin, ...]:
+        return self, *self.others
+
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
         """The functions, classes and named scopes between this call and the operation, each kind outermost first."""
@@ -114,7 +118,7 @@ class Pair:
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
     class_name: str  # for warnings
-    recomputes: bool  # whether backward computes again what is cheap; else moves, `neg`, casts that widen, integers
+    recomputes_elementwise: bool  # beside moves, `neg`, casts that widen and integers, which all pairs recompute
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
@@ -158,14 +162,14 @@ class Pair:
         """Return the steps for a tensor; none if a branch of a `cond` that returns it in one array is excluded."""
         if self.by_name is None:
             return self.steps
-        found = [next((key for key in o.keys if key in self.by_name), ...) for o in (origin, *origin.others)]
+        found = [next((key for key in o.keys if key in self.by_name), ...) for o in origin.branches]
         named = [key for key in found if key is not ...]
         excluded = [key for key in named if not self.by_name[key]]
         return self.by_name.get((excluded or named or [...])[0], ())
 
     def note(self, origin: Origin, is_kept: bool) -> None:
         """Record the names of a tensor, for a warning about keys of `by_name` that match no kept one."""
-        for key in {key for o in (origin, *origin.others) for key in o.keys}:
+        for key in {key for o in origin.branches for key in o.keys}:
             self.seen[key] = self.seen.get(key, False) or is_kept
             if is_kept or not (self.by_name or {}).get(key):  # a key for None packs nothing in either case
                 self.unmatched.discard(key)
@@ -281,7 +285,7 @@ def is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
     if only is None:
         return True
     with _running("only", where):
-        return all(bool(only(array, o)) for o in (origin, *origin.others))
+        return all(bool(only(array, o)) for o in origin.branches)
 
 
 def _steps_that_pack(

@@ -232,7 +232,7 @@ class Graph:
             found = as_it_is(v) if v in self.slices_of_inputs else self._keeping_of(v)
             # A rounded mean would move all that is computed from it.
             # tests: test_a_mean_that_the_rest_is_computed_from_is_not_rounded
-            if found.roundings and self.pair.recomputes and n_bytes(v.aval) < SMALL * self.reach.get(v, 0):
+            if found.roundings and self.pair.recomputes_elementwise and n_bytes(v.aval) < SMALL * self.reach.get(v, 0):
                 found = as_it_is(v)
             self._keepings[v] = found
         return self._keepings[v]
@@ -247,7 +247,7 @@ class Graph:
         facts = FACTS[e.primitive.name]
         if has_limit:
             return v in self.repeatable
-        return bool(facts.recomputed) if self.pair.recomputes else Error.UNKNOWN in facts.recomputed
+        return bool(facts.recomputed) if self.pair.recomputes_elementwise else Error.UNKNOWN in facts.recomputed
 
     # -- choice ------------------------------------------------------------------------------------------
 
@@ -401,7 +401,9 @@ class Graph:
             return {v}
         recomputed = FACTS[e.primitive.name].recomputed
         errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
-        conditions = [recomputed.get(error) for error in (errors if self.pair.recomputes else {Error.UNKNOWN})]
+        conditions = [
+            recomputed.get(error) for error in (errors if self.pair.recomputes_elementwise else {Error.UNKNOWN})
+        ]
         if None in conditions:
             return {v}
 

@@ -103,8 +103,8 @@ _of_integers: Condition = lambda e, xs: all(_is_integer(x.aval.dtype) for x in (
 _to_float: Condition = lambda e, xs: jnp.issubdtype(e.params["new_dtype"], jnp.inexact) or _of_integers(e, xs)
 _widens: Condition = lambda e, xs: _is_integer(xs[0].aval.dtype) or np.can_cast(xs[0].aval.dtype, e.params["new_dtype"])
 _within: Condition = lambda _, xs: all(x.is_exact or x.distance == SAME for x in xs)
-_near: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
-_near_of_same: Condition = lambda e, xs: _near(e, xs) and _of_same_tensors(e, xs)
+_not_steep: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
+_not_steep_of_same: Condition = lambda e, xs: _not_steep(e, xs) and _of_same_tensors(e, xs)
 _of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
 _by_one_per_row: Condition = lambda _, xs: not xs[1].moves_range
 _moves_range_once: Condition = lambda _, xs: sum([x.moves_range for x in xs]) <= 1
@@ -117,9 +117,10 @@ def _keeps_rows(equation: Any, operands: Sequence[Operand]) -> bool:
     return equation.outvars[0].aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
-def _of_formula(equation: Any, operands: Sequence[Operand]) -> bool:
-    # A formula of kept tensors, as in a gelu, but not such a tensor itself.
-    return _within(equation, operands) or (_near(equation, operands) and operands[0].by in ("add", "mul", "sub"))
+def _of_computed(equation: Any, operands: Sequence[Operand]) -> bool:
+    # What saturates has a small range, beside which the error of its operand is large if another operation keeps this,
+    # as a gate with a massive channel. Within a gelu, the operand is a sum or a product.
+    return _within(equation, operands) or (_not_steep(equation, operands) and operands[0].by in ("add", "mul", "sub"))
 
 
 def _of_same_tensors(_: Any, operands: Sequence[Operand]) -> bool:
@@ -185,7 +186,7 @@ def _facts() -> dict[str, Facts]:
     only_exact: dict[Error, Condition] = {exact: _always}
     view: dict[str, Any] = {"is_view": True, "keeps_nothing": True}
     # The difference of near values multiplies a relative error.
-    sums = elementwise(_either(_moves_range_once, _near_of_same), integers=True) | {
+    sums = elementwise(_either(_moves_range_once, _not_steep_of_same), integers=True) | {
         relative: _either(_of_integers, _of_same_tensors)
     }
     return {
@@ -210,7 +211,7 @@ def _facts() -> dict[str, Facts]:
         **facts("add add_any sub", sums, keeps_nothing=True),
         **facts(
             "mul",
-            elementwise(_either(_moves_range_once, _within, _near_of_same), integers=True),
+            elementwise(_either(_moves_range_once, _within, _not_steep_of_same), integers=True),
             keeps_numbers=True,
             adds_degrees=True,
         ),
@@ -220,8 +221,8 @@ def _facts() -> dict[str, Facts]:
         # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
         **facts("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
         **facts("abs clamp max min select_n", elementwise(_within)),
-        **facts("logistic", elementwise(_of_formula), per_element=10),
-        **facts("erf tanh", elementwise(_of_formula), per_element=10, degree=lambda _, d: min(d, 1)),
+        **facts("logistic", elementwise(_of_computed), per_element=10),
+        **facts("erf tanh", elementwise(_of_computed), per_element=10, degree=lambda _, d: min(d, 1)),
         **facts("cbrt", elementwise(), per_element=10),
         **facts("rsqrt sqrt", elementwise(), per_element=10, amplifies=True, degree=lambda _, d: d / 2),
         **facts("exp exp2 expm1 log log1p pow", only_exact, per_element=10, amplifies=True),
