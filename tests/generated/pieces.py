@@ -14,7 +14,6 @@ from tests.kit.layers import ForwardTanh, Multiply, Tanh, layer
 
 SHAPE = (4, 8)
 W = np.cos(np.arange(64.0)).reshape(8, 8).astype(np.float32) * np.float32(0.3)  # float64: jax 0.12 mixes its modes up
-MASK = np.arange(32).reshape(SHAPE) % 3 > 0
 
 
 class Outside(NamedTuple):
@@ -98,12 +97,8 @@ def dropout(x, key):
     return jnp.where(jax.random.bernoulli(key, jnp.float32(0.7), x.shape), x / 0.7, 0)
 
 
-def noise(key, shape=SHAPE):
-    return jax.random.normal(key, shape, jnp.float32)
-
-
-def index(x, n):
-    return (jnp.abs(x.sum()) * 3).astype(jnp.int32) % n
+def noise(key):
+    return jax.random.normal(key, SHAPE, jnp.float32)
 
 
 def swiglu(x, w):
@@ -146,22 +141,6 @@ def largest(x):
 largest.defvjp(lambda x: (largest(x), (x, x.max())), lambda saved, dy: (dy * jnp.where(saved[0] == saved[1], 1, 0.5),))
 
 
-def pooled(x):
-    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME")
-
-
-def one_hot(x):
-    return x * jax.nn.one_hot(x.argmax(-1), x.shape[-1], dtype=x.dtype) + 0.3 * x
-
-
-def masked_attention(x):
-    return jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), x @ x.T, -1e9)) @ x
-
-
-def moved(x):
-    return x.reshape(2, 2, 8).transpose(1, 0, 2).reshape(SHAPE)[::-1] * 0.5
-
-
 UNARY = {
     "sin": jnp.sin,
     "tanh": jnp.tanh,
@@ -169,7 +148,7 @@ UNARY = {
     "silu": jax.nn.silu,
     "softmax": jax.nn.softmax,
     "matmul": lambda x: x @ W,
-    "moved": moved,
+    "moved": lambda x: x.reshape(2, 2, 8).transpose(1, 0, 2).reshape(SHAPE)[::-1] * 0.5,
     "cube": lambda x: 0.1 * x**3,
     "named": lambda x: checkpoint_name(x * jnp.cos(x), "named"),
     "renamed": lambda x: checkpoint_name(jnp.sin(x), "named").reshape(8, 4).reshape(SHAPE),
@@ -202,11 +181,11 @@ UNARY = {
     "layer norm": lambda x: jax.nn.standardize(x, epsilon=0.1) * jnp.cos(jnp.arange(8.0)).astype(x.dtype),
     "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(3), jnp.float32(0.7), SHAPE), x, 0) * jnp.sin(x),
     "jitted": jax.jit(lambda x: jnp.sin(x) * jax.nn.silu(x) - jnp.tanh(x) ** 2),
-    "pooled": pooled,
-    "one hot": one_hot,
+    "pooled": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME"),
+    "one hot": lambda x: x * jax.nn.one_hot(x.argmax(-1), x.shape[-1], dtype=x.dtype) + 0.3 * x,
     "top": lambda x: jnp.repeat(lax.top_k(x, 2)[0], 4, axis=-1) * x,
     "is largest": lambda x: x * (x == x.max(-1, keepdims=True)) + 0.5 * x,
-    "masked attention": masked_attention,
+    "masked attention": lambda x: jax.nn.softmax(jnp.where(jnp.tri(len(x), dtype=bool), x @ x.T, -1e9)) @ x,
     "Clipped": Clipped.apply,
     "custom rule": largest,
 }
@@ -256,7 +235,7 @@ PIECES = {
     "affine": lambda a, b, s, o: a @ s[0] + o.b,
     "normed": lambda a, b, s, o: layer_norm(a, o.b),
     "condition": lambda a, b, s, o: lax.cond(a[0, 0] < 0.3, *BRANCHES[:2], a, s[0]),
-    "branches": lambda a, b, s, o: lax.switch(index(a, 3), BRANCHES, a, s[0]),
+    "branches": lambda a, b, s, o: lax.switch((jnp.abs(a.sum()) * 3).astype(jnp.int32) % 3, BRANCHES, a, s[0]),
     "counted": lambda a, b, s, o: a + lax.fori_loop(0, o.tokens[1], lambda _, c: jnp.sin(c), lax.stop_gradient(b)),
     "fori": lambda a, b, s, o: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ s[i]) + b, a),
     "mapped rows": lambda a, b, s, o: lax.map(lambda row: jnp.tanh(row @ s[0]) * o.b, a),
