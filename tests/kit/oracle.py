@@ -380,9 +380,6 @@ def by_framework(expected: Any) -> dict[str, Any]:
     return expected if isinstance(expected, dict) else {"paddle": expected, "torch": expected}
 
 
-MODES = pytest.mark.parametrize("mode", ["eager", "jit"])
-
-
 @functools.cache
 def run_ours(mode: str, row: Row) -> Result:
     """Run a row in this package. The result is cached, because Paddle and torch share many rows."""
