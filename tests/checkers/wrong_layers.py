@@ -168,24 +168,16 @@ ReadsGlobal = layer(
 OnClass = layer(on_class, lambda ctx, dy: (OnClass.factor * dy, None))
 
 
-def within(file):
-    """Return whether a function of JAX in this file is running."""
-    frames = traceback.walk_stack(None)  # inspect.stack() would look up the module of each
-    return any(f"/{file}.py" in frame.f_code.co_filename for frame, _ in frames)
-
-
 def wrong_within(file):
     """Return a layer whose gradient is wrong if a function of JAX in `file` runs `forward`."""
 
     def forward(ctx, x):
-        ctx.factor = 1.1 if within(file) else 1.0
+        frames = traceback.walk_stack(None)  # inspect.stack() would look up the module of each
+        is_within = any(f"/{file}.py" in frame.f_code.co_filename for frame, _ in frames)
+        ctx.factor = 1.1 if is_within else 1.0
         return Sine.forward(ctx, x)
 
     return sine(forward=forward, backward=lambda ctx, dy: ctx.factor * slope(ctx, dy))
-
-
-def in_front(x, axis):
-    return x if axis is None else jnp.moveaxis(x, axis, 0)
 
 
 @jax.custom_batching.custom_vmap
@@ -213,7 +205,8 @@ def picked_gradient(x, index, flag, key, dy):
 
 def shares_the_index(info, in_dims, x, index):
     """Use the index of the first example for all examples."""
-    return in_front(x, in_dims[0])[:, index if in_dims[1] is None else index[0]], 0
+    rows = x if in_dims[0] is None else jnp.moveaxis(x, in_dims[0], 0)
+    return rows[:, index if in_dims[1] is None else index[0]], 0
 
 
 def refuses_a_batch_of_indices(info, in_dims, x, index):

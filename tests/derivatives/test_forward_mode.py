@@ -147,10 +147,6 @@ def test_missing_tangents_are_zeros_or_none(materialize):
         assert da is dtree["c"] is dindex is None
 
 
-def outputs(ctx, x):
-    return x * 2, "static", {"k": x * 3}
-
-
 @pytest.mark.parametrize(
     "returned",
     [
@@ -164,7 +160,7 @@ def outputs(ctx, x):
     ids=["too few", "too many", "shape", "structure", "number", "complex"],
 )
 def test_what_jvp_must_return(returned):
-    made = layer(outputs, jvp=lambda ctx, dx: returned(dx))
+    made = layer(lambda ctx, x: (x * 2, "static", {"k": x * 3}), jvp=lambda ctx, dx: returned(dx))
     with pytest.raises(ValueError, match=r"Made\.jvp"):
         jax.jvp(lambda x: made.apply(x)[::2], (X,), (X,))
 

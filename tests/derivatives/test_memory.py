@@ -126,12 +126,9 @@ def slope_of_wave(ctx, dy):
 Wave = layer(save_wave, slope_of_wave, name="Wave", saved_names=True)
 
 
-def bent(made):
-    return lambda x: jnp.sum(jnp.tanh(jax.tree.leaves(made.apply(x))[0]))
-
-
 def names(made):
-    jaxpr = jax.make_jaxpr(jax.grad(bent(made)))(THREE).jaxpr
+    bent = lambda x: jnp.sum(jnp.tanh(jax.tree.leaves(made.apply(x))[0]))
+    jaxpr = jax.make_jaxpr(jax.grad(bent))(THREE).jaxpr
     return [e.params["name"] for e in equations(jaxpr) if e.primitive.name == "name"]
 
 

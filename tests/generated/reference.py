@@ -131,10 +131,6 @@ def _of_positions(f, positions, xs):
     return g, [xs[i] for i in positions]
 
 
-def _grad(f, positions):
-    return jax.grad(_loss(f), positions)
-
-
 def _vjp(f, positions):
     def run(*xs):
         g, chosen = _of_positions(f, positions, xs)
@@ -247,7 +243,7 @@ POLICIES = {
 
 PACKAGE_STEPS = {
     "": _unchanged,
-    "grad": _grad,
+    "grad": lambda f, positions: jax.grad(_loss(f), positions),
     "vjp": _vjp,
     "jacrev": jax.jacrev,
     "jvp": _jvp,
