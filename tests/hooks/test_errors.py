@@ -11,6 +11,7 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from tests.kit.layers import ForwardTanh, Multiply, Tanh, bits, layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT
+from tests.kit.oracle import Mine, fail
 
 from .spy import GRADIENTS, X, in_block, tanh_sum
 
@@ -59,15 +60,12 @@ def test_an_object_that_is_no_pytree_cannot_hold_a_traced_tensor():
 @pytest.mark.parametrize("host", [False, True])
 @EAGER_AND_JIT
 def test_an_exception_of_a_hook_names_layer_and_tensor(hook, host, mode):
-    def fails(x):
-        raise KeyError("no such key")
-
-    pair = (fails, lambda x: x) if hook == "pack" else (lambda x: x, fails)
+    pair = (fail, lambda x: x) if hook == "pack" else (lambda x: x, fail)
     hooks = saved_tensors_hooks(*pair, host=host)
     step = mode(jax.grad(lambda x: Multiply.apply(x, x + 1).sum()))
     # XLA hands on the text of an exception in a compiled program, and not the exception.
     compiled = host and mode is jax.jit
-    with pytest.raises(jax.errors.JaxRuntimeError if compiled else KeyError, match="no such key") as caught, hooks:
+    with pytest.raises(jax.errors.JaxRuntimeError if compiled else Mine, match="on purpose") as caught, hooks:
         jax.block_until_ready(step(X))
     assert all(word in text_of(caught.value) for word in (f"{hook}_hook", "Multiply"))
 
