@@ -26,9 +26,6 @@ class Matrix:
     def tree_flatten_with_keys(self):
         return [(jax.tree_util.GetAttrKey("array"), self.array)], None
 
-    def tree_flatten(self):
-        return [self.array], None
-
     @classmethod
     def tree_unflatten(cls, _, children):
         return cls(*children)
