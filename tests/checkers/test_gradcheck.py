@@ -199,13 +199,8 @@ CHECKERS = {
 }
 
 
-@pytest.fixture
-def on_devices():
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jnp.linspace(0.2, 1.0, 8).reshape(4, 2)
-    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec("i")))
-
-
 @pytest.mark.parametrize("name", CHECKERS)
-def test_arrays_on_several_devices_are_checked(name, on_devices):
-    CHECKERS[name](lambda factor, tree: (Tanh.apply(tree["w"][0]) * factor).sum(), on_devices)
+def test_arrays_on_several_devices_are_checked(name):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.linspace(0.2, 1.0, 8).reshape(4, 2), NamedSharding(mesh, PartitionSpec("i")))
+    CHECKERS[name](lambda factor, tree: (Tanh.apply(tree["w"][0]) * factor).sum(), x)
