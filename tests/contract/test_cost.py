@@ -13,6 +13,7 @@ from pylayer_jax import Function
 from tests.kit.case import ruled
 from tests.kit.layers import ForwardTanh, Tanh, layer, loss
 from tests.kit.modes import MODES
+from tests.tools.benchmarks.contestants import chain
 from tests.tools.benchmarks.timing import python_calls
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
@@ -29,27 +30,18 @@ def pushed(f):
     return lambda x: jax.jvp(f, (x,), (x + 1,))
 
 
-def deep(layer, depth=50):
-    def loss(x):
-        for _ in range(depth):
-            x = layer(x)
-        return x.sum()
-
-    return loss
-
-
 def scanned(layer):
     return lambda x: jax.lax.scan(lambda c, _: (layer(c), None), x, None, length=5)[0].sum()
 
 
 # A function of a layer, the layer, and the same by hand.
 PROGRAMS = {
-    "forward": (deep, Tanh, tanh),
-    "grad of remat": (lambda layer: jax.grad(jax.checkpoint(deep(layer))), Tanh, tanh),
-    "vmap of grad": (lambda layer: jax.vmap(jax.grad(deep(layer))), Tanh, tanh),
-    "vmap of grad with a vmap of its own": (lambda layer: jax.vmap(jax.grad(deep(layer))), OwnBatch, tanh),
-    "grad of remat with forward mode": (lambda layer: jax.grad(jax.checkpoint(deep(layer))), ForwardTanh, tanh),
-    "jvp": (lambda layer: pushed(deep(layer)), ForwardTanh, forward_tanh),
+    "forward": (lambda layer: chain(layer, 50), Tanh, tanh),
+    "grad of remat": (lambda layer: jax.grad(jax.checkpoint(chain(layer, 50))), Tanh, tanh),
+    "vmap of grad": (lambda layer: jax.vmap(jax.grad(chain(layer, 50))), Tanh, tanh),
+    "vmap of grad with a vmap of its own": (lambda layer: jax.vmap(jax.grad(chain(layer, 50))), OwnBatch, tanh),
+    "grad of remat with forward mode": (lambda layer: jax.grad(jax.checkpoint(chain(layer, 50))), ForwardTanh, tanh),
+    "jvp": (lambda layer: pushed(chain(layer, 50)), ForwardTanh, forward_tanh),
     "jvp of scan": (lambda layer: pushed(scanned(layer)), ForwardTanh, forward_tanh),
 }
 
@@ -132,7 +124,7 @@ def test_jax_does_not_derive_the_names_of_arguments_in_each_application(monkeypa
     counts = []
     for depth in (2, 12):
         seen.clear()
-        jax.make_jaxpr(jax.grad(deep(Tanh.apply, depth)))(X)
+        jax.make_jaxpr(jax.grad(chain(Tanh.apply, depth)))(X)
         counts.append(len(seen))
     assert counts[1] - counts[0] <= 10  # one per application, by `jax.custom_vjp` itself
 
@@ -155,7 +147,7 @@ def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mo
         return Tanh.forward(ctx, x)
 
     def calls_of(apply):
-        return python_calls(lambda: mode(deep(apply, 10))(X))
+        return python_calls(lambda: mode(chain(apply, 10))(X))
 
     applies = layer(forward, base=Tanh)
     assert calls_of(lambda x: applies.apply(x, jnp.tanh)) <= 1.13 * calls_of(Tanh.apply)
