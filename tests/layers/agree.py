@@ -44,11 +44,7 @@ def saved_output(of):
 
 @SHARED.add(orders=3)
 def saved_input(of):
-    def backward(ctx, dy):
-        (x,) = of.saved(ctx)
-        return 2 * dy * of.cos(x)
-
-    return of.layer(of.saving(of.sin), backward).apply
+    return of.layer(of.saving(of.sin), lambda ctx, dy: 2 * dy * of.cos(of.saved(ctx)[0])).apply
 
 
 def product(of):
@@ -103,15 +99,11 @@ for used in ((0,), (1,), (0, 1)):
 
     @SHARED.add(label=str(used), used=used)
     def two_outputs(of):
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x, of.cast(of.stack([x, x]), "float16")
-
         def backward(ctx, dy, dz):
             (x,) = of.saved(ctx)
             return dy * x * 2 + of.cast(dz, "float32").sum(0) * 3
 
-        return of.layer(forward, backward).apply
+        return of.layer(of.saving(lambda x: (x * x, of.cast(of.stack([x, x]), "float16"))), backward).apply
 
     for dialect in ("layer", "function"):
 
