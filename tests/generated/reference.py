@@ -32,6 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kit.transforms import of_positions
+
 from .cases import CONSTANTS, NUMPY_CONSTANT, OPERATIONS, Case, Layer
 from .classes import function_of
 
@@ -121,19 +123,9 @@ def _loss(f):
     return lambda *xs: sum(jnp.sum(weights(y) * jnp.sin(y)) for y in jax.tree.leaves(f(*xs)))
 
 
-def _of_positions(f, positions, xs):
-    """Return `f` as a function of the arguments at some positions, and these arguments."""
-
-    def g(*chosen):
-        replaced = dict(zip(positions, chosen, strict=True))
-        return f(*(replaced.get(i, x) for i, x in enumerate(xs)))
-
-    return g, [xs[i] for i in positions]
-
-
 def _vjp(f, positions):
     def run(*xs):
-        g, chosen = _of_positions(f, positions, xs)
+        g, chosen = of_positions(f, positions, xs)
         ys, pull = jax.vjp(g, *chosen)
         return pull(jax.tree.map(weights, ys))
 
@@ -145,7 +137,7 @@ def _along_weights(slope):
 
     def step(f, positions):
         def run(*xs):
-            g, chosen = _of_positions(f, positions, xs)
+            g, chosen = of_positions(f, positions, xs)
             return slope(g, chosen, [weights(x) for x in chosen])
 
         return run

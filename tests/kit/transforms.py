@@ -168,7 +168,7 @@ def pushed(f: Function, args: Sequence[Any]) -> Function:
     """Return the derivative of f along the direction of `along`, by forward mode."""
 
     def slope(*a):
-        return jax.jvp(*_of_floats(f, a), _directions(args))[1]
+        return jax.jvp(*of_positions(f, floats(a), a), _directions(args))[1]
 
     return slope
 
@@ -177,15 +177,14 @@ def _directions(args: Sequence[Any]) -> list[jax.Array]:
     return [np.cos(np.arange(args[i].size, dtype=np.float32)).reshape(args[i].shape) for i in floats(args)]
 
 
-def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
-    """Return `f` as a function of the arguments that are differentiated, and these arguments."""
-    chosen = floats(args)
+def of_positions(f: Function, positions: Sequence[int], args: Sequence[Any]) -> tuple[Function, list[Any]]:
+    """Return `f` as a function of the arguments at some positions, and these arguments."""
 
-    def g(*differentiated):
-        rest = dict(zip(chosen, differentiated, strict=True))
-        return f(*(rest.get(i, a) for i, a in enumerate(args)))
+    def g(*chosen):
+        replaced = dict(zip(positions, chosen, strict=True))
+        return f(*(replaced.get(i, a) for i, a in enumerate(args)))
 
-    return g, [args[i] for i in chosen]
+    return g, [args[i] for i in positions]
 
 
 def _two_outputs(f: Function) -> Function:
@@ -315,7 +314,7 @@ register(FORWARD_OVER_REVERSE, "hessian_of_scan", value_compiled(hessian, _scann
 @registered(FORWARD_OVER_REVERSE)
 def jvp_of_grad(f, args):
     # Jitted here; the entry `hessian` runs the same derivative operation by operation.
-    g, primals = _of_floats(gradient(f, args), args)
+    g, primals = of_positions(gradient(f, args), floats(args), args)
     return jax.jit(lambda *p: jax.jvp(g, p, tuple(jnp.sin(3 * x) for x in p))[1])(*primals)
 
 
@@ -339,7 +338,7 @@ register(FORWARD, "eager_grad_of_jvp", eagerly(DERIVATIVE), slow=True, same_as="
 
 @registered(FORWARD, slow=True, same_as="jit_of_jvp")
 def linearize(f, args, _):  # in forward mode always
-    g, primals = _of_floats(f, args)
+    g, primals = of_positions(f, floats(args), args)
     return jax.linearize(g, *primals)[1](*_directions(args))
 
 
