@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +130,7 @@ class Side:
 
         `used` are the positions, among the floating-point tensors, of those that enter the loss; None means all.
         """
-        floats = [x for x in leaves(values) if hasattr(x, "dtype") and self.is_float(x)]
+        floats = [x for x in jax.tree.leaves(values) if hasattr(x, "dtype") and self.is_float(x)]
         parts = [x.sum() if summed else self.bent(x, i) for i, x in enumerate(floats) if used is None or i in used]
         return sum(parts[1:], parts[0])
 
@@ -278,14 +278,6 @@ class Torch(Theirs):
         return self.autograd.grad(y, wrt, create_graph=create_graph, allow_unused=True)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from leaves(part)
-    else:
-        yield value
-
-
 def mapped(f: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: mapped(f, part) for key, part in value.items()}
@@ -415,7 +407,7 @@ def check(run: Callable[[Row], Result], row: Row, expected: Any, match: str | No
             run(row)
         return
     result = run(row)
-    values = result.gradients[-1] if row.orders else list(leaves(result.outputs))
+    values = result.gradients[-1] if row.orders else jax.tree.leaves(result.outputs)
     likes = [row.args[i] for i in row.wrt] if row.orders else values
     for got, value, like in zip(values, expected, likes, strict=True):
         assert_same(got, value if isinstance(value, np.ndarray) else np.full_like(like, value))
