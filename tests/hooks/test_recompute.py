@@ -219,6 +219,17 @@ def test_the_error_is_at_most_twice_that_without_recomputation(name, pair):
     assert found <= max(2 * plain, 2e-3)
 
 
+def test_a_difference_is_not_made_of_two_rounded_tensors():
+    def f(w, x):
+        a, b = x @ w, x @ (w + 0.01 * V)
+        return jnp.sum(jnp.square(a) + jnp.square(b)) * 1e-3 + 100 * jnp.sum(jnp.square(a - b) * (a - b))
+
+    found, plain = (
+        relative_error(gradient(quantize_saved(4, recompute=r)(f))(W, X), gradient(f)(W, X)) for r in (1, 0)
+    )
+    assert found <= 2 * plain
+
+
 @pytest.mark.parametrize(
     "pair",
     [
