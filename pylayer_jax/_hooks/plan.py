@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import variables
+from pylayer_jax._jax.jaxprs import equations_to, variables
 from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
@@ -151,7 +151,6 @@ class Graph:
         self._read = {id(e): variables(e.invars) for e in self.jaxpr.eqns}
         self.position = {v: i for i, v in enumerate(self.maker)}
         self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
-        self._operation_of = derivative.operation_of  # variable -> the operation of its equation
         self._keeping_of, self._keepings = keeping_of, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
         self.inputs_of = {v: [v] for v in outside}  # a free input, or a view of such -> the inputs
@@ -317,14 +316,9 @@ class Graph:
 
     def _made_from(self, kept: Collection[Any]) -> list[Any]:
         """Return what backward makes from kept variables, in order."""
-        needed = set(self.readers_of)
-        order: list[Any] = []
-        for e in reversed(self.jaxpr.eqns):
-            for v in e.outvars:
-                if v in needed and v not in kept and v not in self.free:
-                    order.append(v)
-                    needed.update(self._read[id(e)])
-        return order[::-1]
+        known = self.free.union(kept)
+        equations, read = equations_to(self.jaxpr, known, [*self.readers_of])
+        return [v for e in equations for v in e.outvars if v in read and v not in known]
 
     # -- errors ------------------------------------------------------------------------------------------
 
@@ -383,7 +377,7 @@ class Graph:
         )
 
     def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool) -> list[Operand]:
-        own, steep = self._operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
+        own, steep = self._derivative.operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
         return [
             Operand(
                 a.val if isinstance(a, Literal) else self.number_of_cast.get(a, a),
