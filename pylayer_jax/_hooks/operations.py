@@ -175,14 +175,11 @@ class BlockTrace(PassThroughTrace):
             self.block.check_task()
             places = list(map(self.place_of, args))
             values = self._bind(operation, args, places)
-        is_constant = all(place is Place.CONSTANT for place in places) and all(
-            f.recomputed
-            for f in _facts_of(operation, of_floats=False)  # random numbers have no operand
-        )
         # A view of a value from outside stays outside, even if the block computes an integer operand of the view, such
         # as a start index of `dynamic_slice`.
         of_floats = [p for p, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
-        if is_constant:
+        # Random numbers have no operand, and are no constants.
+        if set(places) <= {Place.CONSTANT} and all(f.recomputed for f in _facts_of(operation, of_floats=False)):
             self.put_place(values, Place.CONSTANT)
         elif Place.COMPUTED in of_floats or not _is_view(operation, args, values):
             self.put_place(values, Place.COMPUTED)
