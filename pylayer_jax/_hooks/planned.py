@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -166,9 +165,8 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     places = [Place.OUTSIDE if x else computed for x in is_outside[n_before:]]
     for i in carried:
         places[i] = Place.COMPUTED
-    sources = (*around.origin.sources, e.source_info)
-    origin, is_in_scan = dataclasses.replace(around.origin, operation=name, sources=sources), around.is_in_scan
-    around = around._replace(origin=origin, is_in_scan=is_in_scan or name == "scan")
+    origin = dataclasses.replace(around.origin, operation=name, sources=(*around.origin.sources, e.source_info))
+    around = around._replace(origin=origin, is_in_scan=around.is_in_scan or name == "scan")
     is_planned = [bool(body.eqns) for body in inner]
     functions = [Planned(body, places, f"the body of a {name}", around) for body in select(inner, is_planned)]
     codes = merge(is_planned, map(_planned_body, functions), inner)
@@ -507,7 +505,10 @@ class Plan:
         e = self.maker.get(v)
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
-    def bytes_at(self, terms: Terms | None) -> float:
+    def kept_bytes(self) -> float:
+        return self._bytes_at(self.terms)
+
+    def _bytes_at(self, terms: Terms | None) -> float:
         return self.bytes_by_type(terms).total()
 
     def bytes_by_type(self, terms: Terms | None) -> Counter[Any]:
@@ -528,11 +529,12 @@ class Plan:
     def terms_for(self, limit: float, shares: bool) -> Terms:
         """Return about the lowest price at which the bytes are within the limit, or one at which they are the least."""
         low, high = [Terms(price, shares) for price in _PRICES]
-        if self.bytes_at(high) > limit:  # and maybe at a lower price fewer: what one segment keeps serves others
-            return min([Terms(price, shares) for price in np.geomspace(*_PRICES, _N_TRIES).tolist()], key=self.bytes_at)
+        if self._bytes_at(high) > limit:  # and maybe at a lower price fewer: what one segment keeps serves others
+            prices = np.geomspace(*_PRICES, _N_TRIES).tolist()
+            return min([Terms(price, shares) for price in prices], key=self._bytes_at)
         for _ in range(_N_TRIES):
             middle = Terms(math.sqrt(low.price * high.price), shares)
-            low, high = (low, middle) if self.bytes_at(middle) <= limit else (middle, high)
+            low, high = (low, middle) if self._bytes_at(middle) <= limit else (middle, high)
         return high
 
     def peak_bytes(self) -> float:
@@ -722,24 +724,22 @@ class Planned(HookedFunction):
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
-    def _new_plan(self, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
+    def _new_plan(self, plan_at: Callable[[Surroundings], Plan]) -> Plan:
         limit = self.around.pair.limit
-        plan = self._plan_at(self.around, types, nonzero, plans_bodies)
+        plan = plan_at(self.around)
         if self.is_body:  # the function around it has decided on the price, and warns
             return plan
-        if limit is None:
-            is_decorated = self.around.origin.entry is not None
-            if is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
-                self.around.pair.warn_once(
-                    f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
-                    "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
-                )
+        is_decorated = self.around.origin.entry is not None
+        if limit is None and is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+            self.around.pair.warn_once(
+                f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
+                "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
+            )
+        if limit is None or plan.kept_bytes() <= limit:
             return plan
-        if plan.bytes_at(None) <= limit:
-            return plan
-        found = [self._within(limit, shares, plan, types, nonzero, plans_bodies) for shares in (False, True)]
-        least = min([size for size, _ in found])
-        plan = min([plan for size, plan in found if size <= max(least, limit)], key=Plan.peak_bytes)
+        found = [self._within(limit, shares, plan, plan_at) for shares in (False, True)]
+        least = min(map(Plan.kept_bytes, found))
+        plan = min([plan for plan in found if plan.kept_bytes() <= max(least, limit)], key=Plan.peak_bytes)
         if least > limit:
             self.around.pair.warn_once(
                 f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
@@ -748,19 +748,16 @@ class Planned(HookedFunction):
             )
         return plan
 
-    def _within(
-        self, limit: float, shares: bool, plan: Plan, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool
-    ) -> tuple[float, Plan]:
-        """Return the bytes that a plan keeps to meet a limit, or the least, and the plan."""
-        tried = [(plan.bytes_at(None), plan)]
-        while tried[-1][0] > limit and len(tried) <= _MOST_PLANS:
+    def _within(self, limit: float, shares: bool, plan: Plan, plan_at: Callable[[Surroundings], Plan]) -> Plan:
+        """Return a plan that meets a limit, or the one that keeps the least."""
+        tried = [plan]
+        while tried[-1].kept_bytes() > limit and len(tried) <= _MOST_PLANS:
             # A body that computes more again may read more from around it, which has to be kept too: so plan anew.
             # tests: test_limit.py::test_the_least_is_what_is_held
-            if (terms := plan.terms_for(limit, shares)) == plan.terms:
+            if (terms := tried[-1].terms_for(limit, shares)) == tried[-1].terms:
                 break
-            plan = self._plan_at(self.around._replace(terms=terms), types, nonzero, plans_bodies)
-            tried.append((plan.bytes_at(terms), plan))
-        return min(tried, key=operator.itemgetter(0))
+            tried.append(plan_at(self.around._replace(terms=terms)))
+        return min(tried, key=Plan.kept_bytes)
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         is_outside = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
@@ -788,7 +785,7 @@ class Planned(HookedFunction):
             types = [typeof(x) for x in primals]
             key = tuple(nonzero), tuple(types), plans_bodies, is_reported.value
             if key not in self._plans:
-                self._plans[key] = self._new_plan(types, nonzero, plans_bodies)
+                self._plans[key] = self._new_plan(lambda around: self._plan_at(around, types, nonzero, plans_bodies))
             plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
         # A decorated function around this one may pack the free inputs, or compute them again.
