@@ -179,8 +179,7 @@ class Program:
             packed = None
             if any(PACK_SCOPE in str(x.source_info.name_stack) for x in equations):
                 # A pack hook may also read constants and the index of the device.
-                keys = [_key(v, equations[:-1]) for v in e.invars]
-                read = [x.packed or (x, key) for x, key in zip(operands, keys, strict=True)]
+                read = [x.packed or (x, _key(v, equations[:-1])) for v, x in zip(e.invars, operands, strict=True)]
                 packed = max(read, key=lambda pair: (not pair[0].is_constant, pair[0].aval.size), default=None)
             functions = _nested_functions(e)
             function = functions[-1]

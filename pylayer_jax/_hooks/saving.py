@@ -168,11 +168,10 @@ class Saver:
                     if id(x) not in residual_of:
                         where, origin = f"{owner} {i}", Origin(layer=self.layer, name=names[i] if names else "")
                         residual_of[id(x)] = self._packed(self.pair, x, where, origin)
-            is_packed = {key for key, x in residual_of.items() if isinstance(x, Partial)}
             outputs, bound = behind_barrier(outputs, list(residual_of.values()))
             residual_of = dict(zip(residual_of, bound, strict=True))
             arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
-            arrays += largest({id(x): x for x in tensors if id(x) in is_packed}.values())
+            arrays += largest({id(x): x for x in tensors if isinstance(residual_of[id(x)], Partial)}.values())
             return residuals, held(arrays, inputs), outputs
 
     def _packed(self, pair: Pair, x: Any, where: str, origin: Origin) -> Any:
