@@ -14,7 +14,7 @@ saved[0]. The report reads these; for plans, `Program.origin` makes an `Origin` 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -174,7 +174,7 @@ class Program:
     ) -> list[Source]:
         """Return the sources of `wanted`, with their notes."""
 
-        def rule(e: Any, operands: list[Source]) -> Sequence[Source]:
+        def rule(e: Any, operands: list[Source]) -> Iterable[Source]:
             equations = *around, *(self._calls_of.get(e.outvars[0], ()) if e.outvars else ()), e
             packed = None
             if any(PACK_SCOPE in str(x.source_info.name_stack) for x in equations):
@@ -206,8 +206,8 @@ class Program:
 
     def _sources_of_bodies(
         self, e: Any, bodies: Sequence[Any], operands: Sequence[Source], equations: tuple[Any, ...]
-    ) -> list[Source]:
-        """Return the sources of the results of an equation, which jaxprs in it compute."""
+    ) -> Iterator[Source]:
+        """Yield the sources of the results of an equation, which jaxprs in it compute."""
         n_before, carried = body_inputs(e)
         found = list[list[Source]]()
         for body in bodies:
@@ -215,18 +215,15 @@ class Program:
             for i in carried:  # the scan computes it
                 inputs[i] = _new_source(body.invars[i], *equations)
             found.append(self._sources(body, inputs, equations, body.outvars))
-        results = list[Source]()
         for i, branches in enumerate(zip(*found, strict=True)):
             is_saved = lambda x: any(note.layer for note in x.notes)
             first, *rest = sorted(branches, key=lambda x: (not is_saved(x), x.is_placeholder))
             n_parts = e.params["length"] if e.primitive.name == "scan" and i >= len(carried) else 1
-            result = first._replace(
+            yield first._replace(
                 times=first.times * n_parts,
                 is_part=first.is_part or e.primitive.name in BODIES,
                 others=(*first.others, *[x for x in rest if not x.is_placeholder]),
             )
-            results.append(result)
-        return results
 
     # -- names -------------------------------------------------------------------------------------------
 
