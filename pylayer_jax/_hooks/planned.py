@@ -307,10 +307,10 @@ class Derivative:
         for atoms, operation in [*read, (backward.jaxpr.outvars, None)]:
             for x in set(variables(atoms)).intersection(residuals):
                 found[x] = found.get(x, frozenset()) | {operation}
-        # A layer may read others if one of its outputs has no cotangent.
         # tests: test_a_layer_that_reads_more_if_a_cotangent_is_missing
-        marked = [x for x in self.marks if x in residuals] if len(self.vjp.cotangent_types) > 1 else []
-        return dict.fromkeys(marked, frozenset[Any]()) | found
+        may_be_read = lambda mark: isinstance(mark, Held) or (isinstance(mark, SavedByRule) and mark.has_outputs)
+        others = [x for x in residuals if any(may_be_read(mark) for mark, _ in self.marks.get(x, ()))]
+        return dict.fromkeys(others if len(self.vjp.cotangent_types) > 1 else (), frozenset[Any]()) | found
 
     @functools.cached_property
     def read_by_segment(self) -> list[Collection[Any]]:
@@ -795,7 +795,8 @@ class Planned(HookedFunction):
                 continue
             own_type = [typeof(residuals[i])]
             if saved := plan.marks_of_input(v, SavedByRule):
-                (residuals[i],) = apply(SavedByRule(own_type, is_exact=any(x.is_exact for x in saved)), [residuals[i]])
+                flags = [any(x.is_exact for x in saved), any(x.has_outputs for x in saved)]
+                (residuals[i],) = apply(SavedByRule(own_type, "", *flags), [residuals[i]])
             if v in plan.inputs_read_again:
                 (residuals[i],) = apply(ReadAgain(own_type), [residuals[i]])
         arrays, residuals = numbered(residuals)

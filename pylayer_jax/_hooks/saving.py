@@ -58,9 +58,10 @@ class SavedByRule(Mark):
 
     name = "saved"
 
-    def __init__(self, types: Sequence[Any], layer: str = "", is_exact: bool = False) -> None:
+    def __init__(self, types: Sequence[Any], layer: str, is_exact: bool, has_outputs: bool) -> None:
         super().__init__(types)
         self.layer, self.is_exact = layer, is_exact
+        self.has_outputs = has_outputs  # several, so that it may read another tensor if one has no cotangent
 
 
 class ReadAgain(Mark):
@@ -157,7 +158,8 @@ class Saver:
         """Return the residuals with positions in place of arrays, None if nothing is packed; arrays; and outputs."""
         with outside_partial_evaluation([*tensors, *outputs]):
             if active.value is PLANNED and self.places is None:
-                mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact)
+                has_outputs = sum(map(has_tangent, outputs)) > 1
+                mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact, has_outputs)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
                 return None, list(tensors), list(outputs)

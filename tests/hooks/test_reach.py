@@ -245,6 +245,13 @@ def test_a_layer_that_reads_more_if_a_cotangent_is_missing(pair, used, mode):
     np.testing.assert_allclose(gradient, (2 + used) * jnp.arange(X.size, 0, -1), rtol=1e-6)
 
 
+def test_what_backward_cannot_read_is_not_kept_for_several_outputs():
+    f = recompute_saved()(lambda x: (y := Multiply.apply(jnp.cumsum(x), X), y + 1))
+    _, pullback = jax.vjp(f, X)
+    assert not any(np.array_equal(kept, jnp.cumsum(X)) for kept in jax.tree.leaves(pullback))
+    np.testing.assert_allclose(pullback((jnp.ones(3), jnp.zeros(3)))[0], jnp.cumsum(X[::-1])[::-1], rtol=1e-6)
+
+
 # -- when hooks run, and how often ----------------------------------------------------------------
 
 
