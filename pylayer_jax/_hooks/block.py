@@ -240,10 +240,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             if active.value is OFF:
                 return function(*args, **kwargs)
             is_first, is_first_call = is_first_call, False  # JAX answers further calls of a compiled step from a cache
-            n_used_before = self._pair.n_used
             if not nothing_is_traced():
                 return self._planned(function, args, kwargs)
-            has_block = not self._pair.needs_plan
+            has_block, n_used_before = not self._pair.needs_plan, self._pair.n_used
             if not has_block:
                 self._begin()
             watch = BackwardWatch()

@@ -10,7 +10,6 @@ of it in its place. The plan knows which operands the block computed.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ from pylayer_jax._trees import WeakTable, hashable
 
 from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
 from .pack import Pair, Place
-from .planned import Planned, Surroundings, is_of_backward, staged
+from .planned import Planned, Surroundings, has_backward, is_of_backward, staged
 from .primitives import FACTS, Facts, is_number
 from .saving import Saver, UsersRule
 
@@ -248,8 +247,8 @@ class BackwardWatch(PassThroughTrace):
         self.was_seen = False
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        inner = (e.source_info for jaxpr in inner_jaxprs(params) for e in all_equations(jaxpr))
-        self.was_seen = self.was_seen or any(map(is_of_backward, itertools.chain([current()], inner)))
+        if not self.was_seen:
+            self.was_seen = is_of_backward(current()) or any(map(has_backward, inner_jaxprs(params)))
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
 

@@ -90,6 +90,10 @@ def is_of_backward(source: Any) -> bool:
     return "transpose(jvp" in str(source.name_stack)
 
 
+def has_backward(jaxpr: Any) -> bool:
+    return any(is_of_backward(e.source_info) for e in all_equations(jaxpr))
+
+
 def _key_of(e: Any, operands: Sequence[Any]) -> Any:
     """Return a key of what an equation computes, or None for one that may differ from an equal one."""
     if e.effects or e.primitive.name not in FACTS:
@@ -208,7 +212,8 @@ def _planned_body(function: Planned) -> Any:
     return body.replace(outvars=outputs, eqns=[_application(function, like, body.invars, outputs)])
 
 
-class Pass(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Pass:
     """A backward pass, B, for the values that have a cotangent."""
 
     jaxpr: Any  # cotangents -> cotangents of the differentiated operands; it reads variables of the forward pass
@@ -216,6 +221,10 @@ class Pass(NamedTuple):
     dependent: set[Any]  # the variables that depend on cotangents, and results of effects
     equations: Sequence[Any]  # those of dependent variables
     maker: Mapping[Any, Any]  # variable -> equation
+
+    @functools.cached_property
+    def segments(self) -> list[Sequence[Any]]:
+        return segments(self)
 
 
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
@@ -308,8 +317,7 @@ class Derivative:
             for x in set(variables(atoms)).intersection(residuals):
                 found[x] = found.get(x, frozenset()) | {operation}
         # tests: test_a_layer_that_reads_more_if_a_cotangent_is_missing
-        may_be_read = lambda mark: isinstance(mark, Held) or (isinstance(mark, SavedByRule) and mark.has_outputs)
-        others = [x for x in residuals if any(may_be_read(mark) for mark, _ in self.marks.get(x, ()))]
+        others = [x for x in residuals if any(mark.is_read_if_missing for mark, _ in self.marks.get(x, ()))]
         return dict.fromkeys(others if len(self.vjp.cotangent_types) > 1 else (), frozenset[Any]()) | found
 
     @functools.cached_property
@@ -317,7 +325,7 @@ class Derivative:
         """Return the residuals that each segment of backward reads, those of the last segment first."""
         if (backward := self.whole_backward) is None:
             return [self.readers]
-        wanted = [[x for e in segment for x in e.invars] for segment in segments(backward)]
+        wanted = [[x for e in segment for x in e.invars] for segment in backward.segments]
         wanted[-1] += backward.jaxpr.outvars
         first, *others = [equations_to(backward.jaxpr, backward.dependent, atoms)[1] for atoms in wanted[::-1]]
         read_by_others = set[Any]().union(*others)
@@ -643,7 +651,7 @@ class Plan:
         always_known = {*backward.dependent, *constants_of_backward}
         actions, equations = list[Action](), list[Any]()
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in always_known]
-        parts = segments(backward) if self.graph.has_segments(self.terms) else [backward.equations]
+        parts = backward.segments if self.graph.has_segments(self.terms) else [backward.equations]
         read_by = {id(part[0]): variables([x for e in part for x in e.invars]) for part in parts if part}
         known = set(always_known)
         for e in [*backward.equations, None]:
@@ -773,8 +781,8 @@ class Planned(HookedFunction):
         return Plan(derivative, around, self._places, self.name, origin, bodies)
 
     def lower_rule(self, context: Any, *args: Any) -> Any:  # JAX differentiates a function before it lowers it
-        pair, sources = self.around.pair, (e.source_info for e in all_equations(self.jaxpr))
-        if not pair.n_used and (self._is_of_backward or any(map(is_of_backward, sources))):
+        pair = self.around.pair
+        if not pair.n_used and (self._is_of_backward or has_backward(self.jaxpr)):
             pair.warn_once(IDLE)
         return super().lower_rule(context, *args)
 
@@ -795,7 +803,7 @@ class Planned(HookedFunction):
                 continue
             own_type = [typeof(residuals[i])]
             if saved := plan.marks_of_input(v, SavedByRule):
-                flags = [any(x.is_exact for x in saved), any(x.has_outputs for x in saved)]
+                flags = [any(x.is_exact for x in saved), any(x.is_read_if_missing for x in saved)]
                 (residuals[i],) = apply(SavedByRule(own_type, "", *flags), [residuals[i]])
             if v in plan.inputs_read_again:
                 (residuals[i],) = apply(ReadAgain(own_type), [residuals[i]])

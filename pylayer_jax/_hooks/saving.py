@@ -46,11 +46,13 @@ __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 class Mark(Identity):
     """Marks values for a plan."""
 
+    is_read_if_missing = False  # whether backward may read them only if a cotangent is missing
+
 
 class Held(Mark):
     """Marks residuals that a plan leaves as they are: packed by a body or a block in it, or attributes of `ctx`."""
 
-    name = "held"
+    name, is_read_if_missing = "held", True
 
 
 class SavedByRule(Mark):
@@ -58,10 +60,9 @@ class SavedByRule(Mark):
 
     name = "saved"
 
-    def __init__(self, types: Sequence[Any], layer: str, is_exact: bool, has_outputs: bool) -> None:
+    def __init__(self, types: Sequence[Any], layer: str, is_exact: bool, is_read_if_missing: bool) -> None:
         super().__init__(types)
-        self.layer, self.is_exact = layer, is_exact
-        self.has_outputs = has_outputs  # several, so that it may read another tensor if one has no cotangent
+        self.layer, self.is_exact, self.is_read_if_missing = layer, is_exact, is_read_if_missing
 
 
 class ReadAgain(Mark):
@@ -158,8 +159,8 @@ class Saver:
         """Return the residuals with positions in place of arrays, None if nothing is packed; arrays; and outputs."""
         with outside_partial_evaluation([*tensors, *outputs]):
             if active.value is PLANNED and self.places is None:
-                has_outputs = sum(map(has_tangent, outputs)) > 1
-                mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact, has_outputs)
+                has_several_outputs = sum(map(has_tangent, outputs)) > 1
+                mark = SavedByRule([typeof(x) for x in tensors], self.layer, self.is_exact, has_several_outputs)
                 return None, apply(mark, as_arrays(tensors)) if tensors else [], list(outputs)
             if self.pair is None or active.value is SUSPENDED:
                 return None, list(tensors), list(outputs)
