@@ -19,7 +19,7 @@ import jax
 from ._hooks.active import OFF, active, is_reported
 from ._hooks.origins import Program, Source
 from ._hooks.pack import Origin
-from ._hooks.planned import stage_named
+from ._hooks.planned import stage_calls
 from ._jax.jaxprs import jaxpr_and_consts, line_of
 from ._jax.rule_function import merge, select
 from ._jax.traces import current, eval_jaxpr
@@ -227,7 +227,7 @@ def _size(aval: Any) -> int:
 def _rows(run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str], entry: Any) -> list[SavedTensor]:
     """Return one row per group of equal residuals, the largest first and the inputs last."""
     is_float = list(map(has_tangent, tensors))
-    code, consts, _ = stage_named(lambda *xs: (as_arrays(split(run(*xs))[0]), None), list(map(typeof, tensors)), "run")
+    code, consts, _ = stage_calls(lambda *xs: (as_arrays(split(run(*xs))[0]), None), list(map(typeof, tensors)), "run")
 
     def residuals(*tensors: Any) -> list[Any]:
         run_floats = lambda *floats: eval_jaxpr(code, (), *consts, *merge(is_float, floats, tensors))

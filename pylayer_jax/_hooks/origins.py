@@ -232,8 +232,8 @@ class Program:
         for e in source.equations:
             if name := self._named.get(e.source_info.traceback, ("", ()))[0]:
                 return name
-            if e.primitive.name == "jit" and not is_users(*inner_jaxprs(e.params)):
-                return e.params["name"]
+            if e.primitive.name == "jit" and (name := name_of_equation(e)):
+                return name
         return source.name
 
     def origin(self, source: Source, outer: Origin, computed: Collection[Any] = ()) -> Origin:
@@ -266,16 +266,22 @@ class Program:
         return dataclasses.replace(own, layer=own.layer or saver.layer, name=own.name if keeps_name else saver.name)
 
 
+def name_of_equation(equation: Any) -> str:
+    """Return the name of a jitted function of JAX, or of a primitive; "" for other functions and loops."""
+    name, inner = equation.primitive.name, inner_jaxprs(equation.params)
+    return name if not inner else equation.params["name"] if name == "jit" and not is_users(*inner) else ""
+
+
 def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tuple[str, tuple[Any, ...]]]:
     """Return names of operations, and the calls of `jax.checkpoint` around them, by traceback: derivatives share it."""
     found: dict[Any, tuple[str, tuple[Any, ...]]] = {}
     for equation in jaxpr.eqns:
-        inner, source = inner_jaxprs(equation.params), equation.source_info
-        is_call = equation.primitive.name == "jit" and not is_users(inner[0])
-        name = equation.params["name"] if is_call else "" if inner else equation.primitive.name
-        if source.traceback is not None:
+        inner, source, name = inner_jaxprs(equation.params), equation.source_info, name_of_equation(equation)
+        # All equations of a function that JAX inlines have one traceback. So have the sum and the move of a softmax.
+        is_move = FACTS[equation.primitive.name].is_move
+        if source.traceback is not None and not (is_move and source.traceback in found):
             found[source.traceback] = name, around
-        if inner and not is_call:
+        if inner and not name:
             outer = (*around, source) if equation.primitive.name == "remat2" else around
             for code in inner:
                 for traceback, (inner_name, sources) in names_of_equations(code, outer).items():

@@ -56,7 +56,7 @@ from pylayer_jax._jax.types import as_arrays, is_nan_reported, is_ref, typeof, u
 from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
 from .active import PLANNED, active, is_reported
-from .origins import Program, ReportMark
+from .origins import Program, ReportMark, name_of_equation
 from .pack import IDLE, Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, Terms, as_it_is, n_bytes, segments
 from .primitives import BODIES, FACTS, UNKNOWN
@@ -825,19 +825,23 @@ def _not_inlined() -> Any:
 
 
 class _NothingInlined(PassThroughTrace):
-    """A trace in which JAX does not inline its own jitted functions, whose names are those of operations."""
+    """A trace in which JAX does not inline its own jitted functions: it caches their linearizations."""
 
     __slots__ = ()
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if primitive.name == "jit" and not is_nan_reported():  # JAX checks each operation outside of jitted functions
-            params = {**params, "inline": _not_inlined()}
+            params, inline = {**params, "inline": _not_inlined()}, params["inline"]
+            if inline != params["inline"]:  # elsewhere JAX inlines it, so take the name that its result has there
+                equations = params["jaxpr"].eqns
+                computing = [e for e in equations if not FACTS[e.primitive.name].is_move] or equations
+                params["name"] = name_of_equation(computing[-1]) if computing else ""
         with set_current_trace(self.parent_trace):
             return primitive.bind(*tracers, **params)
 
 
-def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
-    """Stage a function. JAX's own jitted functions stay calls, whose names operations get."""
+def stage_calls(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
+    """Stage a function. JAX's own jitted functions stay calls, as in eager mode."""
 
     def run(*args: Any) -> tuple[Sequence[Any], Any]:
         with set_current_trace(_NothingInlined(current_trace())):
@@ -849,7 +853,7 @@ def stage_named(function: Callable[..., tuple[Sequence[Any], Any]], types: Seque
 def staged(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
     """Stage a function for a plan, which packs in place of the hooks around it."""
     with past_blocks(), active(PLANNED):
-        return stage_named(function, types, name)
+        return stage_calls(function, types, name)
 
 
 def name_of(function: Any) -> str:

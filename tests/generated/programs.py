@@ -42,9 +42,11 @@ EXACT: dict[str, Callable[[], saved_tensors_hooks]] = {
     "matrices": lambda: boxed(only=lambda x: x.ndim > 1),
     "limit of 1": lambda: recompute_saved(limit=1),
     "limit of 2000": lambda: recompute_saved(limit=2000),
-    "by name": lambda: by_name({"named": boxed(), "Tanh": None, "exp": save_on_cpu(), "matmul": None, ...: boxed()}),
-    "some names": lambda: by_name({"multiply": save_on_cpu(), "run": boxed(), "saved[0]": recompute_saved()}),
-    "origin": lambda: boxed(only=lambda x, info: info.operation not in ("exp", "multiply") and "f" not in info.inside),
+    "by name": lambda: by_name(
+        {"named": boxed(), "Tanh": None, "exp": save_on_cpu(), "dot_general": None, ...: boxed()}
+    ),
+    "some names": lambda: by_name({"mul": save_on_cpu(), "run": boxed(), "saved[0]": recompute_saved()}),
+    "origin": lambda: boxed(only=lambda x, info: info.operation not in ("exp", "mul") and "f" not in info.inside),
 }
 FOR_BLOCKS = list(EXACT)[:6]  # the others need a plan
 LOSSY = [(cast_saved,), (quantize_saved, 8), (quantize_saved, 4, 128, False)]
