@@ -76,13 +76,15 @@ class _ReadyPair(saved_tensors_hooks):
 
 
 def _n_bytes(x: Any) -> float:
-    return math.prod(x.shape) * (1 / 8 if x.dtype == np.bool_ else x.dtype.itemsize)
+    has_bits = x.dtype == np.bool_ and any(isinstance(length, int) and length % 8 == 0 for length in x.shape)
+    return math.prod(x.shape) * (1 / 8 if has_bits else x.dtype.itemsize)
 
 
 def _step_to_host(pack: Hook, unpack: Hook, **options: Any) -> Step:
     # Of two tensors of one size, a plan keeps that on the host.
     size = lambda x: 0.99 * _n_bytes(x)
-    return Step(pack, unpack, floats_only=True, rounding=lambda _: EXACT, size=size, **options)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return Step(pack, unpack, takes=is_float, rounding=lambda _: EXACT, size=size, **options)
 
 
 class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -97,13 +99,13 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     ready pairs do too. The results of all others are kept: matrix products, convolutions, reductions, comparisons,
     loops, `jax.custom_vjp` functions, ...
 
-    With a `limit`, backward also repeats costly operations until what the function keeps fits, those first that save
-    most bytes for an operation: matrix products, convolutions, reductions, slices, gathers, scatters that add, FFTs,
-    random bits and masks that follow from keys and integers. Never repeated are decisions by floats, loops,
-    collectives, kernels, effects and `jax.custom_vjp` functions. Backward then runs in segments, as with a
-    `jax.checkpoint` of each layer, and repeats a product in at most three of them. The smallest limit is not the one
-    with the lowest peak; `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair decorates a function;
-    it is no block.
+    With a `limit`, bool arrays are kept as bits, and backward also repeats costly operations until what the function
+    keeps fits, those first that save most bytes for an operation: matrix products, convolutions, reductions, slices,
+    gathers, scatters that add, FFTs, random bits and masks that follow from keys and integers. Never repeated are
+    decisions by floats, loops, collectives, kernels, effects and `jax.custom_vjp` functions. Backward then runs in
+    segments, as with a `jax.checkpoint` of each layer, and repeats a product in at most three of them. The smallest
+    limit is not the one with the lowest peak; `compare_programs(...).within("2 GiB")` finds one that fits. Such a pair
+    decorates a function; it is no block.
 
         >>> smaller = recompute_saved(limit="16 KiB")(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) ** 2))
         >>> jax.grad(smaller)(jnp.ones((64, 64)), jnp.ones((256, 64))).shape
@@ -127,10 +129,12 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     def __init__(self, *, arguments: bool = False, only: Only = None, limit: float | str | None = None) -> None:
         n_bytes = None if limit is None else bytes_of(limit, "recompute_saved")
+        is_bool = lambda x: x.dtype == np.bool_
+        masks = Step(_pack_bits, restored, takes=is_bool, rounding=lambda _: EXACT, size=_n_bytes)
         self._set_up(
             recompute_saved,
             (n_bytes, bool(arguments), key_of(only)),
-            (),
+            () if limit is None else (masks,),
             recomputes_elementwise=True,
             packs_arguments=bool(arguments),
             only=predicate(type(self).__name__, only),

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
@@ -103,7 +102,7 @@ class Step(NamedTuple):
     host: bool = False
     differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
     only: Callable[[Any, Origin], Any] | None = None  # the step does not pack an array for which `only` is False
-    floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
+    takes: Callable[[Any], bool] = lambda _: True  # whether it packs a tensor; all that a previous step made it packs
     is_in_host_memory: bool = False  # so that no step can follow, as after one with `host`
     name: str = ""  # the name of a step of a chain, for messages
     rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
@@ -292,9 +291,8 @@ def _steps_that_pack(
     array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False
 ) -> Sequence[Step]:
     """Return the first step that packs `array`, and all later ones. `is_part`: a previous step made `array`."""
-    is_float_or_part = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
-        if (is_float_or_part or not step.floats_only) and is_selected(step.only, array, _in_step(where, step), origin):
+        if (is_part or step.takes(array)) and is_selected(step.only, array, _in_step(where, step), origin):
             return steps[i:]
     return ()
 

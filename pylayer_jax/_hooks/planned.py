@@ -460,7 +460,8 @@ class Plan:
             for x in variables(e.invars) if FACTS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
-        if self.pair.only is not None and not self.pair.all_steps():  # it chooses what is computed again
+        if self.pair.only is not None and (self.pair.limit is not None or not self.pair.all_steps()):
+            # It chooses what is computed again.
             asked = [v for v in residuals if v not in never_packed]
             found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
