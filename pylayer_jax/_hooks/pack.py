@@ -3,7 +3,7 @@
     residual = pack_tensor(pair, steps, x, "Tanh, saved tensor 0", info)    # x: f32[8,64]; a `Partial` of bf16[8,64]
     restored(residual)                                                      # f32[8,64]
 
-A step is a pack hook and an unpack hook. A pair has one, or none (`recompute_saved`); a chain has those of its pairs.
+A step is a pack hook and an unpack hook. A pair has one, or none (`recompute_saved()`); a chain has those of its pairs.
 """
 
 from __future__ import annotations
