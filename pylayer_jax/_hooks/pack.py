@@ -129,6 +129,7 @@ class Pair:
         self.n_recomputed: Counter[bool] = Counter()
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # keys that named no kept tensor yet
         self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
+        self.terms_of: dict[Any, Any] = {}  # operations of a function -> how it meets the limit, and what it keeps
         self._told: set[Any] = set()  # keys of the warnings that were given
 
     @property

@@ -733,28 +733,33 @@ class Planned(HookedFunction):
         self._plans: dict[Any, Plan] = {}
         self.plan: Plan | None = None  # the one that was used last
 
-    def _new_plan(self, plan_at: Callable[[Surroundings], Plan]) -> Plan:
-        limit = self.around.pair.limit
-        plan = plan_at(self.around)
+    def _new_plan(self, nonzero: Sequence[bool], plan_at: Callable[[Surroundings], Plan]) -> Plan:
+        pair, limit = self.around.pair, self.around.pair.limit
         if self.is_body:  # the function around it has decided on the price, and warns
+            return plan_at(self.around)
+        if limit is None:
+            plan, is_decorated = plan_at(self.around), self.around.origin.entry is not None
+            if is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+                pair.warn_once(
+                    f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
+                    "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
+                )
             return plan
-        is_decorated = self.around.origin.entry is not None
-        if limit is None and is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
-            self.around.pair.warn_once(
-                f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
-                "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
-            )
-        if limit is None or plan.kept_bytes() <= limit:
-            return plan
-        found = [self._within(limit, shares, plan, plan_at) for shares in (False, True)]
-        least = min(map(Plan.kept_bytes, found))
-        plan = min([plan for plan in found if plan.kept_bytes() <= max(least, limit)], key=Plan.peak_bytes)
-        if least > limit:
-            self.around.pair.warn_once(
-                f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
-                f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again, would "
-                "take too many operations, or is what other hooks inside it keep."
-            )
+        # Eager code calls a function again and again, and the search takes longer than the function.
+        key = self.name, *nonzero, *[(e.primitive, *[v.aval for v in e.outvars]) for e in self.jaxpr.eqns]
+        terms, n_bytes = pair.terms_of.get(key, (None, None))
+        plan = plan_at(self.around._replace(terms=terms))
+        if limit < plan.kept_bytes() != n_bytes:
+            found = [self._within(limit, shares, plan, plan_at) for shares in (False, True)]
+            least = min(map(Plan.kept_bytes, found))
+            plan = min([plan for plan in found if plan.kept_bytes() <= max(least, limit)], key=Plan.peak_bytes)
+            if least > limit:
+                pair.warn_once(
+                    f"{self.name} keeps {math.ceil(least):,} bytes for backward, more than the limit of "
+                    f"{math.floor(limit):,}. It is the least that can be kept: the rest cannot be computed again, "
+                    "would take too many operations, or is what other hooks inside it keep."
+                )
+        pair.terms_of[key] = plan.terms, plan.kept_bytes()
         return plan
 
     def _within(self, limit: float, shares: bool, plan: Plan, plan_at: Callable[[Surroundings], Plan]) -> Plan:
@@ -794,7 +799,8 @@ class Planned(HookedFunction):
             types = [typeof(x) for x in primals]
             key = tuple(nonzero), tuple(types), plans_bodies, is_reported.value
             if key not in self._plans:
-                self._plans[key] = self._new_plan(lambda around: self._plan_at(around, types, nonzero, plans_bodies))
+                plan_at = lambda around: self._plan_at(around, types, nonzero, plans_bodies)
+                self._plans[key] = self._new_plan(nonzero, plan_at)
             plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
         # A decorated function around this one may pack the free inputs, or compute them again.

@@ -12,6 +12,7 @@ from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, recompute_saved, save_on_cpu
 from tests.kit.layers import Matmul, Multiply, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT, NEEDS_BARRIERS
+from tests.tools.benchmarks.timing import python_calls
 
 from .spy import AT_LEAST, norm, relative_error, temporary_bytes
 
@@ -221,6 +222,11 @@ def test_products_are_computed_again_only_for_a_limit():
     assert bytes_held(recompute_saved(limit=X.nbytes // 16)(rectified)) == X.nbytes // 16  # two masks in bits
 
 
+def test_an_eager_call_finds_the_plan_of_the_call_before():
+    limited, unlimited = (jax.grad(recompute_saved(limit=limit)(loop)) for limit in ("24 KiB", None))
+    assert python_calls(lambda: limited(W, X)) < 1.5 * python_calls(lambda: unlimited(W, X))
+
+
 @NEEDS_BARRIERS
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.relu])
 def test_what_is_made_again_is_not_held(activation):
@@ -239,15 +245,10 @@ def test_a_comparison_of_floats_is_never_made_again():
     assert bytes_held(recompute_saved(limit=0)(lambda ws, x: jnp.sum(jax.nn.softplus(x @ ws[0]) ** 2))) >= X.nbytes
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        recompute_saved(limit="1 MiB"),
-        by_name({"tanh": None, ...: cast_saved()}),
-        cast_saved(only=lambda x, info: info.operation == "tanh"),
-        chain(cast_saved(only=lambda x, info: False), save_on_cpu()),
-    ],
-)
+INFO = cast_saved(only=lambda x, info: False)
+
+
+@pytest.mark.parametrize("pair", [recompute_saved(limit=1), by_name({"tanh": None}), INFO, chain(INFO, save_on_cpu())])
 def test_a_block_of_what_needs_a_plan_says_to_decorate(pair):
     with pytest.raises(TypeError, match="decorate"), pair:
         pass
