@@ -102,7 +102,7 @@ class Step(NamedTuple):
     host: bool = False
     differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
     only: Callable[[Any, Origin], Any] | None = None  # the step does not pack an array for which `only` is False
-    takes: Callable[[Any], bool] = lambda _: True  # whether it packs a tensor; all that a previous step made it packs
+    takes: Callable[[Any], bool] | None = None  # whether it packs a tensor, beside all that a previous step made
     is_in_host_memory: bool = False  # so that no step can follow, as after one with `host`
     name: str = ""  # the name of a step of a chain, for messages
     rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
@@ -293,7 +293,8 @@ def _steps_that_pack(
 ) -> Sequence[Step]:
     """Return the first step that packs `array`, and all later ones. `is_part`: a previous step made `array`."""
     for i, step in enumerate(() if is_key(array) else steps):
-        if (is_part or step.takes(array)) and is_selected(step.only, array, _in_step(where, step), origin):
+        is_taken = is_part or step.takes is None or step.takes(array)
+        if is_taken and is_selected(step.only, array, _in_step(where, step), origin):
             return steps[i:]
     return ()
 
