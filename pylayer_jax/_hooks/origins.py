@@ -269,7 +269,9 @@ class Program:
 def name_of_equation(equation: Any) -> str:
     """Return the name of a jitted function of JAX, or of a primitive; "" for other functions and loops."""
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
-    return name if not inner else equation.params["name"] if name == "jit" and not is_users(*inner) else ""
+    if name == "jit" and not is_users(*inner):
+        return equation.params["name"]
+    return "" if inner else name
 
 
 def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tuple[str, tuple[Any, ...]]]:

@@ -738,8 +738,9 @@ class Planned(HookedFunction):
         if self.is_body:  # the function around it has decided on the price, and warns
             return plan_at(self.around)
         if limit is None:
-            plan, is_decorated = plan_at(self.around), self.around.origin.entry is not None
-            if is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
+            plan = plan_at(self.around)
+            is_idle = self.around.origin.entry is not None and not (plan.kept or plan.made)
+            if is_idle and "remat2" in _primitives_in(self.jaxpr):
                 pair.warn_once(
                     f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
                     "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
