@@ -19,7 +19,7 @@ from ._hooks.saving import past_blocks
 from ._jax.rule_function import apply, select
 from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
 from ._jax.transparency import forbid_derivative
-from ._layer_rule import EagerLayer, TracedCall, custom_vjp_of, ref_error
+from ._layer_rule import TracedCall, custom_vjp_of, ref_error
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
 
@@ -322,7 +322,8 @@ class PyLayer:
 def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Sequence[Any]:
     """Bind the custom_vjp function of the class or, where JAX does not allow it, a `RuleFunction`."""
     __tracebackhide__ = True
-    call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
+    call, is_deferred = traced_call.call, traced_call.is_deferred
+    layer, types = call.layer, call.arguments.types
     takes_refs = any(call.arguments.ref_mask)
     has_forward_mode = layer.forward_mode or hasattr(layer, "jvp") or in_transposable_backward.value
     if state.is_forward_mode and (takes_refs or not has_forward_mode) and any(map(is_in_forward_mode, tensors)):
@@ -343,11 +344,11 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
         or state.is_forward_over_reverse  # JAX would apply forward mode to the custom_vjp function
         or lacks_custom_vjp  # jax.linear_transpose and an eager shard_map have no rule for custom_vjp functions
         or (is_deferred and call.saver is not None)  # JAX traces a fwd rule separately: tensors are packed again
-        or (is_deferred and traced_call.stage(tensors)[1])  # a custom_vjp function cannot close over values
+        or (is_deferred and traced_call.stage(types)[1])  # a custom_vjp function cannot close over values
     )
     if not needs_rule_function:
         return custom_vjp_of(layer, takes_refs=False)(traced_call, *tensors)
     if not (state.is_staged or lacks_custom_vjp):
-        return apply(EagerLayer(call), tensors)
-    staged, consts = traced_call.stage(tensors)
+        return apply(traced_call, tensors)
+    staged, consts = traced_call.stage(types)
     return apply(staged.packing(), [*consts, *tensors])

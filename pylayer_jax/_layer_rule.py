@@ -25,7 +25,6 @@ not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls tha
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import types
 import weakref
@@ -373,34 +372,6 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     return missing
 
 
-class EagerLayer(RuleFunction):
-    """A layer in eager mode, as a function from inputs to outputs. `forward` sees concrete values."""
-
-    def __init__(self, call: LayerCall) -> None:
-        self.call, self.name = call, call.name
-
-    def run(self, *args: Any) -> Values:
-        return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        packs = keeps_residuals(tangents)
-        primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
-        if any(map(is_tracer, primals)):
-            staged, consts = stage_layer(self.call, types_of(primals), primals)
-            n = staged.n_outputs
-            values, found = staged.differentiate([*consts, *primals], [*[None] * len(consts), *tangents], packs)
-            return values[:n], found[:n]
-        with set_current_trace(trace_of_primals(primals)):
-            run = self.call.run_on_values(primals, [t is not None for t in tangents])
-        return _outputs_and_tangents(self.call, run, primals, tangents, packs)
-
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
-        staged, consts = stage_layer(self.call, self.call.arguments.types)
-        all_dims, all_types = [*[None] * len(consts), *dims], [*types_of(consts), *types]
-        batched, more = staged.packing().batch(axis, all_dims, all_types)
-        return batched, [*more, *consts]
-
-
 def _outputs_and_tangents(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
 ) -> tuple[Values, Values]:
@@ -441,34 +412,57 @@ def linearize(
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(eq=False)
-class TracedCall:
-    """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves."""
+class TracedCall(RuleFunction):
+    """One application of a layer: the first argument of the custom_vjp function, which is a pytree without leaves.
 
-    call: LayerCall
-    is_deferred: bool  # whether JAX stages the call, so that it may run the fwd rule later, and more than once
-    # By input types, if `forward` has no closed-over values.
-    staged: dict[tuple[Any, ...], StagedLayer] = dataclasses.field(default_factory=dict)
-    maps: list[LayerMap] = dataclasses.field(default_factory=list)  # one linear map for each run of the fwd rule
+    In eager mode, it takes the place of that function where JAX does not allow one: `forward` sees concrete values.
+    """
 
-    def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Return the staged `forward` and its consts. In a fwd rule, a derivative of `tensors` is a second one."""
-        key = tuple(types_of(tensors))
+    def __init__(self, call: LayerCall, is_deferred: bool) -> None:
+        self.call, self.name = call, call.name
+        self.is_deferred = is_deferred  # whether JAX stages the call: it may run the fwd rule later, and more than once
+        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
+        self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
+
+    def stage(self, types: Sequence[Any], tensors: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
+        """Return the staged `forward` and its consts. In a rule, a derivative of `tensors` is a second one."""
+        key = tuple(types)
         if (staged := self.staged.get(key)) is not None:
             return staged, []
-        staged, consts = stage_layer(self.call, key, tensors if in_rule else ())
+        staged, consts = stage_layer(self.call, key, tensors)
         if not consts:  # closed-over values belong to the current trace, so they are not cached
             self.staged[key] = staged
         return staged, consts
 
+    def run(self, *args: Any) -> Values:
+        return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        packs = keeps_residuals(tangents)
+        primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
+        if any(map(is_tracer, primals)):
+            staged, consts = self.stage(types_of(primals), primals)
+            n = staged.n_outputs
+            values, found = staged.differentiate([*consts, *primals], [*[None] * len(consts), *tangents], packs)
+            return values[:n], found[:n]
+        with set_current_trace(trace_of_primals(primals)):
+            run = self.call.run_on_values(primals, [t is not None for t in tangents])
+        return _outputs_and_tangents(self.call, run, primals, tangents, packs)
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
+        staged, consts = self.stage(self.call.arguments.types)
+        all_dims, all_types = [*[None] * len(consts), *dims], [*types_of(consts), *types]
+        batched, more = staged.packing().batch(axis, all_dims, all_types)
+        return batched, [*more, *consts]
+
 
 def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
-    call, needs = traced_call.call, [False] * len(tensors)
+    call = traced_call.call
     if any(call.arguments.ref_mask):
-        return tuple(call.run_forward(as_arrays(tensors), needs).outputs)
+        return tuple(call.run_forward(as_arrays(tensors), [False] * len(tensors)).outputs)
     if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
-        return tuple(call.run_on_values(as_arrays(tensors), needs).outputs)
-    staged, consts = traced_call.stage(tensors)
+        return tuple(traced_call.run(*tensors))
+    staged, consts = traced_call.stage(types_of(tensors))
     # JAX batches `forward` and the fwd rule separately, and assumes equal batch axes. If they differed, JAX would
     # silently exchange axes of equal size. The fwd rule applies a `RuleFunction`, so these outputs get its batch axes:
     # see NOTE [all outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
@@ -488,7 +482,7 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
         closed = closed_over(call.layer.backward).values() if traced_call.is_deferred else ()
         if any(is_differentiated(x) for found in closed for x in found):
             raise call.closed_over_error("backward")
-        staged, consts = traced_call.stage(tensors, in_rule=True)
+        staged, consts = traced_call.stage(types_of(tensors), tensors)
         values = apply(staged, [*consts, *tensors])
         run = ForwardResult(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
     return _remember(traced_call, run, tensors, needs)
