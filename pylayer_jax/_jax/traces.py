@@ -32,9 +32,6 @@ from jax.extend.core import primal_dtype_to_tangent_dtype as primal_dtype_to_tan
 from jax.extend.core import set_current_trace as set_current_trace
 from jax.extend.core import unmapped_aval as unmapped_aval
 from jax.extend.linear_util import wrap_init as wrap_init
-from jax.extend.mlir import ir as ir
-from jax.extend.mlir import lower_with_sharding_in_types as lower_with_sharding_in_types
-from jax.extend.mlir.dialects import stablehlo as stablehlo
 from jax.extend.source_info_util import current as current
 from jax.extend.source_info_util import register_exclusion as register_exclusion
 from jax.extend.source_info_util import summarize as summarize

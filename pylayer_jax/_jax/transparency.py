@@ -24,21 +24,9 @@ from typing import Any
 
 import jax
 
-from .jaxprs import jaxpr_and_consts, stage
+from .jaxprs import jaxpr_and_consts, lower_jaxpr, stage
 from .rule_function import RuleFunction, Values, apply, merge, payload_at, payload_of, rule_function_p, scatter, select
-from .traces import (
-    DebugInfo,
-    Literal,
-    ShapedArray,
-    Tracer,
-    eval_jaxpr,
-    ir,
-    lower_with_sharding_in_types,
-    mlir,
-    partial_eval,
-    set_current_trace,
-    stablehlo,
-)
+from .traces import DebugInfo, Literal, ShapedArray, Tracer, eval_jaxpr, partial_eval, set_current_trace
 from .types import has_tangent, typeof
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -212,14 +200,15 @@ class Barrier(Identity):
     name = "barrier"
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
-        # The jaxpr has no barrier: in jax 0.10, all results vary if an operand does. tests: devices/test_shard_map.py
-        if not all(isinstance(x, ir.Value) for x in args):  # JAX lowers some types to several values
-            return mlir.lower_fun(lambda *xs: jax.lax.optimization_barrier(xs), multiple_results=True)(context, *args)
-        # `mlir.lower_fun` takes many times as many Python calls.
-        values = stablehlo.OptimizationBarrierOp(args).results
-        if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
-            return values
-        return [lower_with_sharding_in_types(context, x, t) for x, t in zip(values, context.avals_out, strict=True)]
+        return lower_jaxpr(context, _lowered_barrier(tuple(context.avals_in)), *args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lowered_barrier(types: tuple[Any, ...]) -> Any:
+    # In jax 0.10, all results of a barrier vary if an operand does, so types do not tell that here, and the jaxpr of a
+    # `Barrier` has no barrier. tests: devices/test_shard_map.py
+    types = tuple([ShapedArray(t.shape, t.dtype, sharding=t.sharding) for t in types])
+    return stage(lambda *xs: (jax.lax.optimization_barrier(xs), None), types, "barrier")[0]
 
 
 class WaitingBarrier(Barrier):
