@@ -109,7 +109,9 @@ class LayerMap(LinearMap):
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
 
     def _evaluate_by_transposing(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-        name = self.call.name
+        name, forbidden = self.call.name, once_differentiable_error(self.call.layer)
+        if forbidden is not None:  # in a second derivative, the residuals are differentiated
+            residuals = forbid_derivative(residuals, lambda: forbidden)
 
         def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
             gradients = self.transpose(residuals, cotangents)
@@ -122,8 +124,8 @@ class LayerMap(LinearMap):
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
             # Without forward mode, this code runs only for a second derivative: the error has to say that.
-            if not self.call.layer.forward_mode:
-                self.check_derivative()
+            if forbidden is not None and not self.call.layer.forward_mode:
+                raise forbidden from error
             if getattr(error, "__notes__", None):  # a method of the user raised the error
                 raise
             message = next(iter(str(error).splitlines()), "")
@@ -136,11 +138,6 @@ class LayerMap(LinearMap):
                 f"linear in its cotangents. Give {name} a static jvp(ctx, *tangents); or use reverse mode, which "
                 "differentiates backward instead, at every order: jax.grad, jax.jacrev, jax.jacrev(jax.grad(f))."
             ) from error
-
-    def check_derivative(self) -> None:
-        # A second derivative differentiates this map by its residuals, silently in spite of @once_differentiable.
-        if not hasattr(self.call.layer, "jvp") and (error := once_differentiable_error(self.call.layer)) is not None:
-            raise error
 
     def _reader(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Callable[[int], Any]:
         return residuals.__getitem__ if self.packed is None else reader(self.packed, residuals, cotangents)

@@ -319,9 +319,6 @@ class LinearMap:
         """Map cotangents of the results of `evaluate` to cotangents of `tangents`."""
         raise NotImplementedError
 
-    def check_derivative(self) -> None:
-        """Raise an error if the derivative with respect to the residuals is forbidden."""
-
     def evaluate_rule(self, *args: Any) -> Values:
         return self.evaluate(args[: self.n_residuals], args[self.n_residuals :])
 
@@ -335,7 +332,6 @@ class LinearMap:
         n = self.n_residuals
         nonzero = [t is not None for t in tangents]
         if any(nonzero[:n]):
-            self.check_derivative()
 
             def evaluate(*moving: Any) -> Values:
                 return self.evaluate_rule(*merge(nonzero, moving, primals))
@@ -372,9 +368,6 @@ class BatchedMap(LinearMap):
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return vmap_over(self.axis, self.inner.transpose, (self.dims, 0), 0)(list(residuals), list(cotangents))
-
-    def check_derivative(self) -> None:
-        self.inner.check_derivative()
 
 
 def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
