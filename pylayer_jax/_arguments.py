@@ -89,10 +89,6 @@ class Arguments:
     def ref_names(self) -> list[str]:
         return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=True) if is_one]
 
-    def slots(self) -> list[Argument]:
-        """Return the arguments for which `backward` returns a gradient: those that hold a tensor other than a Ref."""
-        return [a for a in self.arguments if not all(self.ref_mask[a.span])]
-
     def call(self, method: str, function: Callable[..., Any], tensors: Sequence[Any], *first: Any) -> Any:
         """Call `function` on `first`, then on the arguments; `method` is its name in error messages."""
         __tracebackhide__ = True
@@ -238,7 +234,7 @@ def _entries(result: Any, unpack_list: bool) -> list[Any]:
 def _pair(
     result: Any, arguments: Arguments, needs: Sequence[bool], torch_convention: bool
 ) -> list[tuple[Argument, Any]]:
-    """Pair each argument that holds a tensor (a *slot*) with its entry in the result of `backward`.
+    """Pair each argument that holds a tensor other than a Ref (a *slot*) with its entry in the result of `backward`.
 
     | convention | entries of the result                                                                           |
     |------------|-------------------------------------------------------------------------------------------------|
@@ -246,7 +242,8 @@ def _pair(
     | Paddle     | or one per argument of the call                                                                 |
     | torch      | one per argument of the call, and any number of Nones after them                                |
     """
-    slots, passed = arguments.slots(), arguments.arguments
+    passed = arguments.arguments
+    slots = [a for a in passed if not all(arguments.ref_mask[a.span])]
     # A list has one entry per item, as a tuple has, but is one gradient in the torch convention, or for a single slot.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:

@@ -234,15 +234,10 @@ class StagedLayer(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Pack only in a copy that `packing` made, and not in eager forward mode, which keeps no residuals."""
-        packs = self.original is not None and keeps_residuals(tangents)
-        return (self.original or self).differentiate(primals, tangents, packs)
-
-    def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
-        """Return the results and their tangents. If `packs`, the hooks around the call pack saved tensors."""
-        n = self.n_consts
+        n, packs = self.n_consts, self.original is not None and keeps_residuals(tangents)
         if any(t is not None for t in tangents[:n]):
             raise self.call.closed_over_error()
-        values = apply(self, primals)
+        values = apply(self.original or self, primals)
         run = ForwardResult(self.kept, values[: self.n_outputs], self.residuals(primals[n:], values))
         outputs, of_outputs = _outputs_and_tangents(self.call, run, primals[n:], tangents[n:], packs)
         of_code = self._code_tangents(primals, tangents, values, of_outputs)
@@ -435,16 +430,15 @@ class TracedCall(RuleFunction):
         return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        packs = keeps_residuals(tangents)
         primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
         if any(map(is_tracer, primals)):
             staged, consts = self.stage(types_of(primals), primals)
             n = staged.n_outputs
-            values, found = staged.differentiate([*consts, *primals], [*[None] * len(consts), *tangents], packs)
+            values, found = staged.packing().rule([*consts, *primals], [*[None] * len(consts), *tangents])
             return values[:n], found[:n]
         with set_current_trace(trace_of_primals(primals)):
             run = self.call.run_on_values(primals, [t is not None for t in tangents])
-        return _outputs_and_tangents(self.call, run, primals, tangents, packs)
+        return _outputs_and_tangents(self.call, run, primals, tangents, keeps_residuals(tangents))
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[BatchedFunction, Values]:
         staged, consts = self.stage(self.call.arguments.types)

@@ -195,11 +195,7 @@ def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
 
 def dependence(jaxpr: Any, sources: Sequence[Any]) -> list[bool]:
     """Return a mask of the outputs that depend on `sources`, which are inputs or results of equations."""
-    dependent = set(sources)
-    for equation in jaxpr.eqns:
-        if not dependent.isdisjoint(variables(equation.invars)):
-            dependent.update(equation.outvars, _refs(equation))  # the equation may write to its Refs
-    return [not isinstance(v, Literal) and v in dependent for v in jaxpr.outvars]
+    return [not equations_to(jaxpr, (), [v])[1].isdisjoint(sources) for v in jaxpr.outvars]
 
 
 def equations_to(
