@@ -18,7 +18,7 @@ from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, Save
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, has_tangent, is_array, is_tensor, tangent_type, zeros_of
-from ._messages import add_note, closed_over, describe, innermost, noting, plural, source_of
+from ._messages import add_note, closed_over, describe, innermost, noting, plural
 from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -49,10 +49,6 @@ class LayerCall:
         self.saver: Any = None
         # The structure of the outputs of the last run of `forward`: a custom_vjp function returns only arrays.
         self.outputs: Outputs | None = None
-
-    @property
-    def source(self) -> str:
-        return source_of(self.name, self.layer.forward)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
         """Name a method's operations in profiles and HLO, e.g. `Tanh/forward`."""

@@ -314,7 +314,7 @@ def stage_layer(call: LayerCall, input_types: Sequence[Any], tensors: Sequence[A
         saved = zip([variables[i] for i in positions], call.checkpoint_names(kept), strict=False)
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if name and not isinstance(v, Literal) and v in computed}:
-            jaxpr = with_checkpoint_names(jaxpr, name_of, call.source)
+            jaxpr = with_checkpoint_names(jaxpr, name_of, source_of(call.name, call.layer.forward))
             kept.has_names = True
     return StagedLayer(call, jaxpr, unnamed, len(consts), kept, positions), consts
 
@@ -341,7 +341,7 @@ def _stage_forward(
             kept.outputs.types = types_of(values[: len(outputs)])
         return values, (kept, positions)
 
-    return stage(forward, input_types, call.source, call.arguments.tensor_names())
+    return stage(forward, input_types, source_of(call.name, call.layer.forward), call.arguments.tensor_names())
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:

@@ -175,10 +175,6 @@ def evaluate_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return eval_jaxpr(jaxpr_of([equation]), (), *value_of.values())  # its inputs are these variables, in this order
 
 
-def _refs(equation: Any) -> list[Any]:
-    return [v for v in equation.invars if isinstance(v.aval, AbstractRef)]
-
-
 def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
     try:
         return eval_jaxpr(jaxpr, (), *args)
@@ -206,7 +202,8 @@ def equations_to(
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
         # An equation may write to a `jax.Ref`, so it is also kept if a later kept equation reads one of its Refs.
-        is_read = read.intersection((*equation.outvars, *_refs(equation))) - known
+        refs = [v for v in equation.invars if isinstance(v.aval, AbstractRef)]
+        is_read = read.intersection((*equation.outvars, *refs)) - known
         if is_read or (keeps_effects and equation.effects):
             equations.append(equation)
             read.update(variables(equation.invars))

@@ -144,9 +144,8 @@ def _gather(equation: Any, operands: list[Kind]) -> Any:
 
 def _scatter(equation: Any, operands: list[Kind]) -> Any:
     # A scatter that applies a function, as x.at[i].apply(f) does, may be nonlinear.
-    if equation.params.get("update_jaxpr") is not None:
-        return _unknown(equation, operands)
-    return _linear_in((0, 2), equation, operands)
+    applies_function = equation.params.get("update_jaxpr") is not None
+    return _unknown(equation, operands) if applies_function else _linear_in((0, 2), equation, operands)
 
 
 def _linear_map(equation: Any, operands: list[Kind]) -> Kind:

@@ -185,9 +185,6 @@ class Identity(RuleFunction):
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
 
-    def lower_rule(self, context: Any, *args: Any) -> Any:
-        return args  # lowering an empty jaxpr is slower
-
 
 @functools.lru_cache(maxsize=1024)
 def _identity_jaxpr(name: str, types: tuple[Any, ...]) -> Any:
