@@ -96,7 +96,8 @@ class Arguments:
             return function(*first, *tensors)
         n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
         pairs = list(zip(self.arguments, values, strict=True))
-        containers = [(a.name, value, split(value)) for a, value in pairs if a.skeleton.is_container]
+        # The path to a leaf that is no container is empty.
+        containers = [(a.name, value, split(value)) for a, value in pairs if a.skeleton.leaf_paths != [()]]
         result = function(*first, *values[:n], **{a.name: value for a, value in pairs[n:]})
         for name, value, before in containers:
             try:

@@ -45,10 +45,6 @@ class Skeleton:
     leaf_paths: Sequence[Any]
     size: int  # the number of tensors
 
-    @property
-    def is_container(self) -> bool:
-        return self.node.num_nodes > 1 or not self.leaves
-
     def fill(self, tensors: Iterable[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """Rebuild the tree from `tensors`, in flattening order, and from `change(static)` for each static."""
         rest = iter(tensors)
@@ -119,7 +115,6 @@ class _DictNode(NamedTuple):
     like: Any  # an empty dict or defaultdict, as a template
     keys: tuple[Any, ...]
     needed: tuple[Any, ...]  # the keys of values that hold a tensor
-    num_nodes = 2
 
     def unflatten(self, values: Sequence[Any]) -> Any:
         filled = self.like.copy()
