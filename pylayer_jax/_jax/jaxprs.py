@@ -191,7 +191,11 @@ def evaluate_jaxpr(jaxpr: Any, *args: Any) -> list[Any]:
 
 def dependence(jaxpr: Any, sources: Sequence[Any]) -> list[bool]:
     """Return a mask of the outputs that depend on `sources`, which are inputs or results of equations."""
-    return [not equations_to(jaxpr, (), [v])[1].isdisjoint(sources) for v in jaxpr.outvars]
+    dependent = set(sources)
+    for equation in jaxpr.eqns:
+        if not dependent.isdisjoint(read := variables(equation.invars)):  # it may write to its Refs
+            dependent.update(equation.outvars, [v for v in read if isinstance(v.aval, AbstractRef)])
+    return [not isinstance(v, Literal) and v in dependent for v in jaxpr.outvars]
 
 
 def equations_to(
