@@ -129,8 +129,7 @@ class recompute_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     def __init__(self, *, arguments: bool = False, only: Only = None, limit: float | str | None = None) -> None:
         n_bytes = None if limit is None else bytes_of(limit, "recompute_saved")
-        is_bool = lambda x: x.dtype == np.bool_
-        masks = Step(_pack_bits, restored, takes=is_bool, rounding=lambda _: EXACT, size=_n_bytes)
+        masks = Step(_pack_bits, restored, takes=lambda x: x.dtype == np.bool_, rounding=lambda _: EXACT, size=_n_bytes)
         self._set_up(
             recompute_saved,
             (n_bytes, bool(arguments), key_of(only)),

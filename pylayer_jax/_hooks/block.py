@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -73,20 +72,6 @@ def predicate(owner: str, only: Any) -> Predicate | None:
 
 
 _packed_at_top: Final[set[int]] = set()  # hashes of the keys of the pairs that have packed in a block at top level
-_MOST_LISTED: Final = 30
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:_MOST_LISTED])
-    return f"{shown}, and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else shown
-
-
-def _unmatched(key: Any, pair: Pair) -> str:
-    if key in pair.seen:
-        otherwise = "; with recompute=False they are packed" if pair.recomputes_elementwise else ""
-        return f"{key!r} (backward computes such tensors again from others{otherwise})"
-    similar = difflib.get_close_matches(str(key), pair.seen, 1)
-    return f"{key!r} (did you mean {similar[0]!r}?)" if similar else repr(key)
 
 
 def _shown(value: Any) -> str:
@@ -323,20 +308,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
         if should_have_packed and hash(pair.key) not in _packed_at_top:
             pair.warn_once(IDLE)
-        if pair.unmatched and any(pair.seen.values()):
-            keys, pair.unmatched = ", ".join(sorted(_unmatched(x, pair) for x in pair.unmatched)), set[Any]()
-            kept = [name for name, is_kept in pair.seen.items() if is_kept]
-            pair.warn_once(
-                f"no tensor that code in the block keeps for backward has the name {keys}. "
-                f"The names of these tensors are {_listed(kept)}. What jax.checkpoint computes again is not kept."
-            )
-        for only in pair.predicates():
-            if only.seen and not only.was_true:
-                pair.warn_once(
-                    "the predicate only= was False for each tensor that code in the block keeps for backward: "
-                    f"{_listed(only.seen)}. Nothing was packed.",
-                    only,
-                )
+        pair.warn_of_unmatched()
 
     def close(self) -> None:
         """Drop the packed values that compiled programs hold for this pair. A backward that needs them then fails.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import enum
 import functools
 import itertools
@@ -20,7 +21,7 @@ import traceback
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +47,8 @@ IDLE: Final = (
     "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
     "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
 )
-_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", contextlib.__file__)
+_PYTHONS: Final = contextlib.__file__, functools.__file__
+_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", *_PYTHONS)
 
 
 class Place(enum.Enum):
@@ -174,6 +176,29 @@ class Pair:
             if is_kept or not (self.by_name or {}).get(key):  # a key for None packs nothing in either case
                 self.unmatched.discard(key)
 
+    def warn_of_unmatched(self) -> None:
+        if self.unmatched and any(self.seen.values()):
+            keys, self.unmatched = ", ".join(sorted(map(self._unmatched, self.unmatched))), set[Any]()
+            kept = [name for name, is_kept in self.seen.items() if is_kept]
+            self.warn_once(
+                f"no tensor that code in the block keeps for backward has the name {keys}. "
+                f"The names of these tensors are {_listed(kept)}. What jax.checkpoint computes again is not kept."
+            )
+        for only in self.predicates():
+            if only.seen and not only.was_true:
+                self.warn_once(
+                    "the predicate only= was False for each tensor that code in the block keeps for backward: "
+                    f"{_listed(only.seen)}. Nothing was packed.",
+                    only,
+                )
+
+    def _unmatched(self, key: Any) -> str:
+        if key in self.seen:
+            otherwise = "; with recompute=False they are packed" if self.recomputes_elementwise else ""
+            return f"{key!r} (backward computes such tensors again from others{otherwise})"
+        similar = difflib.get_close_matches(str(key), self.seen, 1)
+        return f"{key!r} (did you mean {similar[0]!r}?)" if similar else repr(key)
+
     def warn_once(self, message: str, key: Any = None) -> None:
         if (key or message) not in self._told:
             self._told.add(key or message)
@@ -181,6 +206,11 @@ class Pair:
             is_users = [not any(part in file for part in _NOT_OF_USER) for file in files]
             stacklevel = is_users.index(True) + 1 if any(is_users) else 2
             warnings.warn(f"{self.class_name}: {message}", stacklevel=stacklevel)
+
+
+def _listed(names: Collection[str], most: int = 30) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return f"{shown}, and {len(names) - most} more" if len(names) > most else shown
 
 
 _numbers = WeakTable()  # object -> its number

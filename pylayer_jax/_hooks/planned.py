@@ -55,7 +55,7 @@ from pylayer_jax._jax.traces import (
 from pylayer_jax._jax.types import as_arrays, is_nan_reported, is_ref, typeof, unchecked
 from pylayer_jax._trees import WeakTable, has_changed, hashable, split
 
-from .active import PLANNED, active, is_reported
+from .active import PLANNED, active, entered_block, is_reported
 from .origins import Program, ReportMark, name_of_equation
 from .pack import IDLE, Origin, Pair, Place, is_selected, pack_tensor, roundings_of, steps_for
 from .plan import SMALL, Graph, Keeping, Terms, as_it_is, n_bytes, segments
@@ -515,10 +515,7 @@ class Plan:
         return f"an input of {self.name}" if e is None else f"the operation {e.primitive.name} in {self.name}"
 
     def kept_bytes(self) -> float:
-        return self._bytes_at(self.terms)
-
-    def _bytes_at(self, terms: Terms | None) -> float:
-        return self.bytes_by_type(terms).total()
+        return self.bytes_by_type(self.terms).total()
 
     def bytes_by_type(self, terms: Terms | None) -> Counter[Any]:
         """Return how many bytes would be kept, those of bodies in all iterations too."""
@@ -537,13 +534,14 @@ class Plan:
 
     def terms_for(self, limit: float, shares: bool) -> Terms:
         """Return about the lowest price at which the bytes are within the limit, or one at which they are the least."""
+        bytes_at = lambda terms: self.bytes_by_type(terms).total()
         low, high = [Terms(price, shares) for price in _PRICES]
-        if self._bytes_at(high) > limit:  # and maybe at a lower price fewer: what one segment keeps serves others
+        if bytes_at(high) > limit:  # and maybe at a lower price fewer: what one segment keeps serves others
             prices = np.geomspace(*_PRICES, _N_TRIES).tolist()
-            return min([Terms(price, shares) for price in prices], key=self._bytes_at)
+            return min([Terms(price, shares) for price in prices], key=bytes_at)
         for _ in range(_N_TRIES):
             middle = Terms(math.sqrt(low.price * high.price), shares)
-            low, high = (low, middle) if self._bytes_at(middle) <= limit else (middle, high)
+            low, high = (low, middle) if bytes_at(middle) <= limit else (middle, high)
         return high
 
     def peak_bytes(self) -> float:
@@ -618,6 +616,9 @@ class Plan:
 
     def run_backward(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """`residuals` have positions in place of arrays."""
+        # JAX may have differentiated the function after its call, as `jax.grad` of `jax.jit` does.
+        if self.pair.is_selective and entered_block(self.pair) is None:
+            self.pair.warn_of_unmatched()
         with outside_blocks():
             used = [c is not None for c in cotangents]
             backward = self.derivative.backward(used)

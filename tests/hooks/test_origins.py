@@ -14,7 +14,7 @@ from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, reco
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT, STAGED
 
-from .spy import bytes_held, in_block, noting
+from .spy import GRADIENTS, bytes_held, in_block, noting
 
 T, W = 32, 64
 X = jnp.linspace(-1.0, 1.0, T * W).reshape(T, W)
@@ -254,11 +254,11 @@ def twice(run):
 # -- what warns -----------------------------------------------------------------------------------
 
 
-@EAGER_AND_JIT
-def test_a_key_that_names_nothing_warns_once_and_lists_names(mode):
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_key_that_names_nothing_warns_once_and_lists_names(gradient):
     f = by_name({"Tahn": save_on_cpu(), "div": save_on_cpu(), ...: None})(loss_of_blocks)
     with pytest.warns(UserWarning, match="'Tahn'.*mean 'Tanh'") as caught:
-        twice(lambda: mode(jax.grad(f))(PARAMETERS, X))
+        twice(lambda: gradient(f)(PARAMETERS, X))
     (warning,) = caught
     text = str(warning.message)
     assert all(name in text for name in ("Attention", "attended", "Tanh", "feed_forward"))
@@ -266,11 +266,11 @@ def test_a_key_that_names_nothing_warns_once_and_lists_names(mode):
     assert "tests" in warning.filename
 
 
-@EAGER_AND_JIT
-def test_a_predicate_that_is_never_true_warns_once(mode):
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_predicate_that_is_never_true_warns_once(gradient):
     pair = quantize_saved(8, only=lambda x, info: info.layer == "Tahn")
     with pytest.warns(UserWarning, match="only") as caught:
-        twice(lambda: mode(jax.grad(pair(loss_of_blocks)))(PARAMETERS, X))
+        twice(lambda: gradient(pair(loss_of_blocks))(PARAMETERS, X))
     assert len(caught) == 1
     assert "Tanh" in str(caught[0].message)
 
