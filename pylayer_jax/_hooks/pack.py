@@ -76,7 +76,7 @@ class Origin:
 
     @property
     def branches(self) -> tuple[Origin, ...]:
-        return self, *self.others
+        return self, *[branch for other in self.others for branch in other.branches]
 
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:

@@ -749,9 +749,9 @@ class Planned(HookedFunction):
             return plan
         # Eager code calls a function again and again, and the search takes longer than the function.
         key = self.name, *nonzero, *[(e.primitive, *[v.aval for v in e.outvars]) for e in self.jaxpr.eqns]
-        terms, n_bytes = pair.terms_of.get(key, (None, None))
+        terms, kept_before = pair.terms_of.get(key, (None, None))
         plan = plan_at(self.around._replace(terms=terms))
-        if limit < plan.kept_bytes() != n_bytes:
+        if limit < plan.kept_bytes() != kept_before:
             found = [self._within(limit, shares, plan, plan_at) for shares in (False, True)]
             least = min(map(Plan.kept_bytes, found))
             plan = min([plan for plan in found if plan.kept_bytes() <= max(least, limit)], key=Plan.peak_bytes)

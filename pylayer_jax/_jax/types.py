@@ -31,7 +31,7 @@ def tangent_type(aval: Any) -> Any:
 
 def has_tangent(value: Any) -> bool:
     """Return whether a value or type can have a nonzero tangent, as floating-point and complex numbers can."""
-    return _dtype_has_tangent(value.dtype)
+    return _dtype_has_tangent(getattr(value, "dtype", jax.dtypes.float0))  # a token has none
 
 
 @functools.cache
