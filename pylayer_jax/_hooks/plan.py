@@ -153,11 +153,11 @@ class Graph:
         self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
         self._keeping_of, self._keepings = keeping_of, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
-        self.inputs_of = {v: [v] for v in outside}  # a free input, or a view of such -> the inputs
-        self.free = self._free(outside)  # what backward has without keeping it
+        # What backward has without keeping it; and a free input, or a view of such -> the inputs.
+        self.free, self.inputs_of = self._free(outside)
         self.slices_of_inputs = self.inputs_of.keys() - self.free  # at indices that the function computed
-        lenders = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
-        self._lent_input_of = {v: inputs[0] for v, inputs in lenders.items() if inputs}
+        lent_inputs_of = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
+        self._lent_input_of = {v: inputs[0] for v, inputs in lent_inputs_of.items() if inputs}
         self._forbidden = set[Any]()  # what backward must not make because of errors
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
@@ -167,17 +167,17 @@ class Graph:
         amplifying = [e for e in self.jaxpr.eqns if FACTS[e.primitive.name].amplifies or is_call(e)]
         self.amplified = {x for e in amplifying for x in self._read[id(e)]}
 
-    def _free(self, outside: Collection[Any]) -> set[Any]:
-        """Return the free variables, and record the inputs of these and of other views."""
-        free = set(outside)
+    def _free(self, outside: Collection[Any]) -> tuple[set[Any], dict[Any, list[Any]]]:
+        """Return the free variables, and the inputs of these and of other views."""
+        free, inputs_of = set(outside), {v: [v] for v in outside}
         for e in self.jaxpr.eqns:
             read = self._read[id(e)]
             of_floats = [x for x in read if has_tangent(x.aval)] or read
-            if FACTS[e.primitive.name].is_view and read and self.inputs_of.keys() >= set(of_floats):
+            if FACTS[e.primitive.name].is_view and read and inputs_of.keys() >= set(of_floats):
                 free.update(e.outvars if free.issuperset(read) else ())
-                inputs = [v for x in read for v in self.inputs_of.get(x, ())]
-                self.inputs_of |= dict.fromkeys(e.outvars, inputs)
-        return free
+                inputs = [v for x in read for v in inputs_of.get(x, ())]
+                inputs_of |= dict.fromkeys(e.outvars, inputs)
+        return free, inputs_of
 
     @functools.cached_property
     def from_keys(self) -> set[Any]:
