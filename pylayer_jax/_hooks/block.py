@@ -250,7 +250,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         except NotPlannedError as error:
             reason = str(error)
         else:
-            self._tell(should_have_packed=False)
+            self._pair.warn_of_unmatched()
             mark_as_computed(split(result)[0])  # in a block of other hooks around it
             return result
         name = name_of(function)

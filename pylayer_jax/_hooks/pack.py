@@ -47,8 +47,8 @@ IDLE: Final = (
     "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
     "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
 )
-_PYTHONS: Final = contextlib.__file__, functools.__file__
-_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", *_PYTHONS)
+_STANDARD_LIBRARY: Final = contextlib.__file__, functools.__file__
+_NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", "dist-packages", *_STANDARD_LIBRARY)
 
 
 class Place(enum.Enum):

@@ -145,7 +145,7 @@ def exhaustive():
 
 
 @NEEDS_BARRIERS
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.4, 0.9])
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.4, 0.6, 0.9])
 def test_within_finds_the_exact_program_with_the_fewest_operations(part, exhaustive):
     comparison = compare_programs(model, *jax.eval_shape(lambda: MODEL))
     n_rows = len(comparison.rows)

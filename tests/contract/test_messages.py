@@ -153,10 +153,8 @@ NO_GRADIENT = {
 @pytest.mark.parametrize("make", NO_GRADIENT.values(), ids=NO_GRADIENT)
 def test_a_differentiated_layer_without_a_gradient_warns_once(make, run):
     made = make()
-    total, text = (
-        total_of(made),
-        {"Made": r"Made\.backward returned None", "Rounds": r"Rounds.*no gradient"}[made.__name__],
-    )
+    total = total_of(made)
+    text = {"Made": r"Made\.backward returned None", "Rounds": r"Rounds.*no gradient"}[made.__name__]
     with pytest.warns(UserWarning, match=text) as caught:
         assert run(total)(X).tolist() == [0, 0, 0]
     assert len(caught) == 1
