@@ -217,6 +217,19 @@ class Graph:
         return found
 
     @functools.cached_property
+    def raised(self) -> set[Any]:
+        """Return the products of which the function computes at least the third power."""
+        degrees, raised = dict[Any, dict[Any, float]](), set[Any]()
+        for e in self.jaxpr.eqns:
+            facts = FACTS[e.primitive.name]
+            if Error.RELATIVE in facts.recomputed:
+                (v,) = e.outvars
+                found = _degrees(e, [degrees.get(x, {}) for x in e.invars if not isinstance(x, Literal)])
+                raised.update(x for x, degree in found.items() if degree >= 3)
+                degrees[v] = found | ({v: 1} if facts.adds_degrees else {})
+        return raised
+
+    @functools.cached_property
     def reach(self) -> dict[Any, float]:
         """Return the size of the largest variable that elementwise operations and moves make of each variable."""
         reach: dict[Any, float] = {}
@@ -363,13 +376,8 @@ class Graph:
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
         if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands, ignores_steep=False)):
             steep |= {v}
-        facts, degrees = FACTS[name], dict[Any, float]()
-        for x in inexact:
-            for source, degree in x.degrees.items():
-                known = degrees.get(source, 0)
-                degrees[source] = known + degree if facts.adds_degrees else max(known, degree)
         return Made(
-            {source: facts.degree(e, degree) for source, degree in degrees.items()} if facts.degree else degrees,
+            _degrees(e, [x.degrees for x in operands]),
             frozenset[Rounding]().union(*[x.roundings for x in operands]),
             shared | self.readers_of.get(v, frozenset()),
             steep,
@@ -413,7 +421,9 @@ class Graph:
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
         own = self.keeping(v).roundings  # if it were kept
         is_amplified = bool(own and result.roundings) and v in self.amplified
-        has_high_degree = math.hypot(*result.degrees.values()) > _MOST_DEGREES
+        # The errors of a and b in (ab)³ add to those of a and b themselves.
+        most = 1 if v in self.raised else _MOST_DEGREES
+        has_high_degree = math.hypot(*result.degrees.values()) > most
         is_unknown = UNKNOWN in result.roundings and UNKNOWN not in own
         is_coarser = max(result.roundings, default=EXACT) > max([*own, own_rounding(v.aval.dtype)])
         return not (is_amplified or has_high_degree or is_unknown or is_coarser)
@@ -456,6 +466,15 @@ def segments(backward: Any) -> list[Sequence[Any]]:
 def own_rounding(dtype: Any) -> Rounding:
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     return Rounding(Error.RELATIVE, float(jnp.finfo(dtype).eps) / 2) if is_float else EXACT
+
+
+def _degrees(e: Any, operands: Iterable[Mapping[Any, float]]) -> dict[Any, float]:
+    """Return the degree of the result in each variable of which the operands have a degree."""
+    facts, found = FACTS[e.primitive.name], dict[Any, float]()
+    for degrees in operands:
+        for v, degree in degrees.items():
+            found[v] = found.get(v, 0) + degree if facts.adds_degrees else max(found.get(v, 0), degree)
+    return {v: facts.degree(e, degree) for v, degree in found.items()} if facts.degree else found
 
 
 def cost_of(e: Any) -> float:

@@ -205,6 +205,7 @@ MULTIPLYING = {
     "in a loop": lambda w, x: jnp.sum(jax.lax.scan(lambda c, h: (c * jnp.sin(50 * h), c), x @ V, (x @ w)[None])[0]),
     "squares of squares": lambda w, x: jnp.sum(jnp.square(jnp.square((h := x @ w) * h)) * (x @ V)),
     "powers of powers": lambda w, x: jnp.sum(((x @ w) ** 2) ** 5 * (x @ V)),
+    "powers of a product": lambda w, x: jnp.sum((p := (x @ w) * (x @ V)) * p * p * p),
     "saturated tanh": lambda w, x: jnp.sum((y := jnp.tanh(4 * (x @ w))) * V[0] + 1e-6 * y * y),
     "x * int(x)": lambda w, x: jnp.sum(jnp.sin((h := 4 * (x @ w)) * h.astype(jnp.int32).astype(h.dtype) @ V)),
 }
