@@ -131,7 +131,8 @@ class BlockTrace(PassThroughTrace):
         kind = name = primitive.name
         if kind == "convert_element_type":
             aval = typeof(tracers[0])
-            if {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None} == params:
+            same = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+            if same == params and isinstance(tracers[0], jax.Array):
                 return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
         if kind == "jit" or primitive is rule_function_p:
             name = params["name"]

@@ -26,7 +26,7 @@ from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.types import has_tangent
 
 from .pack import Pair, Step, roundings_of
-from .primitives import EXACT, FACTS, OTHER, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_exact_again, is_steep
+from .primitives import EXACT, FACTS, OTHER, SAME, STEEP, UNKNOWN, Error, Operand, Rounding, is_repeatable, is_steep
 
 SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its size, as a mean beside its rows
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
@@ -122,7 +122,7 @@ class Made(NamedTuple):
 
     degrees: dict[Any, float]  # the kept variables with an error from which it is computed, each with its degree
     roundings: frozenset[Rounding]
-    operations: frozenset[Any]  # those whose derivatives keep each rounded tensor that it is computed from
+    operations: frozenset[Any]  # those whose derivatives keep all rounded tensors that it is computed from
     steep: frozenset[Any]  # the variables whose equations may have enlarged an error
     by: str  # the primitive that computes it again; "" for a kept variable
 
@@ -153,11 +153,10 @@ class Graph:
         self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
         self._keeping_of, self._keepings = keeping_of, dict(fixed)
         self.fixed = fixed  # what has to be kept, and how
-        # What backward has without keeping it; and a free input, or a view of such -> the inputs.
-        self.free, self.inputs_of = self._free(outside)
-        self.slices_of_inputs = self.inputs_of.keys() - self.free  # at indices that the function computed
-        lent_inputs_of = {v: [x for x in inputs if x in lent] for v, inputs in self.inputs_of.items()}
-        self._lent_input_of = {v: inputs[0] for v, inputs in lent_inputs_of.items() if inputs}
+        # What backward has without keeping it; and an input that is kept anyway, or a view of it -> the input.
+        self.free, self.input_of = self._free(outside)
+        self.slices_of_inputs = self.input_of.keys() - self.free  # at indices that the function computed
+        self._lent_input_of = {v: x for v, x in self.input_of.items() if x in lent}
         self._forbidden = set[Any]()  # what backward must not make because of errors
         # Jitted functions of JAX hold numbers as other dtypes.
         casts = [e for e in self.jaxpr.eqns if e.primitive.name == "convert_element_type"]
@@ -165,19 +164,19 @@ class Graph:
         # An error of these may become large: a residual among them is kept, or made from exact tensors.
         is_call = lambda e: e.primitive.name not in FACTS and e.primitive.multiple_results  # of a rule or a loop
         amplifying = [e for e in self.jaxpr.eqns if FACTS[e.primitive.name].amplifies or is_call(e)]
-        self.amplified = {x for e in amplifying for x in self._read[id(e)]}
+        self.read_by_amplifying = {x for e in amplifying for x in self._read[id(e)]}
 
-    def _free(self, outside: Collection[Any]) -> tuple[set[Any], dict[Any, list[Any]]]:
-        """Return the free variables, and the inputs of these and of other views."""
-        free, inputs_of = set(outside), {v: [v] for v in outside}
+    def _free(self, outside: Collection[Any]) -> tuple[set[Any], dict[Any, Any]]:
+        """Return the free variables, and the input of each of these and of other views."""
+        free, input_of = set(outside), {v: v for v in outside}
         for e in self.jaxpr.eqns:
             read = self._read[id(e)]
-            of_floats = [x for x in read if has_tangent(x.aval)] or read
-            if FACTS[e.primitive.name].is_view and read and inputs_of.keys() >= set(of_floats):
+            # Of several operands, the first is the array, or each has a result, as in a `device_put`.
+            arrays = read if len(read) == len(e.outvars) else read[:1] * len(e.outvars)
+            if FACTS[e.primitive.name].is_view and read and input_of.keys() >= set(arrays):
                 free.update(e.outvars if free.issuperset(read) else ())
-                inputs = [v for x in read for v in inputs_of.get(x, ())]
-                inputs_of |= dict.fromkeys(e.outvars, inputs)
-        return free, inputs_of
+                input_of |= {v: input_of[x] for v, x in zip(e.outvars, arrays, strict=True)}
+        return free, input_of
 
     @functools.cached_property
     def from_keys(self) -> set[Any]:
@@ -194,8 +193,8 @@ class Graph:
         found = set[Any]()
         for e in self.jaxpr.eqns:
             facts = FACTS[e.primitive.name]
-            is_costly = facts.costs or (facts.decides and self.from_keys.issuperset(e.outvars))
-            if is_exact_again(e) or (is_costly and not e.effects):
+            may_repeat = facts.for_limit or (facts.decides and self.from_keys.issuperset(e.outvars))
+            if is_repeatable(e) or (may_repeat and not e.effects):
                 found.update(e.outvars)
         return found
 
@@ -211,7 +210,8 @@ class Graph:
                 is_uniform = last not in dims or x in found
             else:
                 facts = FACTS[e.primitive.name]  # a transpose may move another axis to the end
-                is_uniform = bool(read and facts.recomputed and not facts.is_move) and found.issuperset(read)
+                is_elementwise = Error.RELATIVE in facts.recomputed and not facts.is_move
+                is_uniform = bool(read) and is_elementwise and found.issuperset(read)
             if is_uniform:
                 found.update(e.outvars)
         return found
@@ -264,13 +264,14 @@ class Graph:
     # -- choice ------------------------------------------------------------------------------------------
 
     def choose(self, terms: Terms | None) -> tuple[list[Any], set[Any]]:
-        """Return what to keep, and what backward makes again: only what is cheap without terms."""
-        segments = self._derivative.read_by_segment if self.has_segments(terms) else [self.readers_of]
+        """Return what to keep, and what backward makes again."""
+        wanted_by_segment = self._derivative.read_by_segment if self.has_segments(terms) else [self.readers_of]
         while True:
             kept, shared, first_of = set[Any](), set[Any](), dict[Any, int]()
-            for n, residuals in enumerate(segments):
-                is_far = functools.partial(self._is_far, first_of, n)
-                kept_here, made_here = self._cut(terms and terms.price, residuals, kept, shared, is_far)
+            for n, wanted in enumerate(wanted_by_segment):
+                far = {v for v, first in first_of.items() if self._is_far(v, n - first)}
+                kept_here, made_here = self._cut(terms and terms.price, wanted, kept, shared, far)
+                first_of = dict.fromkeys(made_here, n) | first_of
                 kept |= kept_here
                 # The segment that backward runs before this one may make it for both.
                 shared = made_here - shared if terms and terms.shares else set()
@@ -284,11 +285,10 @@ class Graph:
         # An iteration of a scan holds only what it makes itself.
         return terms is not None and not self._is_in_scan
 
-    def _is_far(self, first_of: dict[Any, int], n: int, v: Any) -> bool:
-        """Return whether segment `n` is too far from the first one that needs a variable to make it again."""
-        is_product = v in self.maker and FACTS[self.maker[v].primitive.name].is_product
-        most = _MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES
-        return n - first_of.setdefault(v, n) >= most and v not in self.from_keys
+    def _is_far(self, v: Any, n_segments: int) -> bool:
+        """Return whether a segment is too far from the first one that made a variable to make it again."""
+        is_product = FACTS[self.maker[v].primitive.name].is_product
+        return n_segments >= (_MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES) and v not in self.from_keys
 
     def _cut(
         self,
@@ -296,12 +296,12 @@ class Graph:
         residuals: Iterable[Any],
         kept: Collection[Any],
         shared: Collection[Any],
-        is_far: Callable[[Any], bool],
+        far: Collection[Any],
     ) -> tuple[set[Any], set[Any]]:
         """Return what to keep for some residuals beside what is kept for others, and what is made again."""
         number_of: dict[Any, int] = {}
         edges: list[tuple[int, int, int]] = []
-        operands_of: list[tuple[int, Any]] = []  # node -> the variables that are needed to make it
+        uses: list[tuple[int, Any]] = []  # a node, and a variable that is needed to make it
         source, sink = 0, 1
         to_visit = list(residuals)
         while to_visit:
@@ -311,7 +311,7 @@ class Graph:
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
             size = self.keeping(v).bytes
             edges.append((node, node + 1, int(size * (_BYTE if price is None else price * _UNIT)) + 1))
-            if is_far(v) or not self.may_make(v, has_limit=price is not None):
+            if v in far or not self.may_make(v, has_limit=price is not None):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
             e = self.maker[v]
@@ -320,8 +320,8 @@ class Graph:
             edges.append((node + 1, sink, 1 + int(_UNIT * cost)))
             operands = self._read[id(e)]
             to_visit += operands
-            operands_of += [(node + 1, x) for x in operands]
-        edges += [(node, number_of[x], _INFINITE) for node, x in operands_of if x in number_of]
+            uses += [(node + 1, x) for x in operands]
+        edges += [(node, number_of[x], _INFINITE) for node, x in uses if x in number_of]
         edges += [(source, number_of[r], _INFINITE) for r in residuals if r in number_of]
         on_side = minimum_cut(2 * len(number_of) + 2, edges, source, sink)
         made = {v for v, node in number_of.items() if on_side[node + 1]}
@@ -340,8 +340,8 @@ class Graph:
         operations = {v: self.readers_of.get(v, frozenset[Any]()) for v in (*kept, *self._lent_input_of.values())}
         while True:
             made, failed = self._judged(order, operations)
-            # An operation keeps each tensor from which its residuals follow. So more is within one operation, and more
-            # residuals may follow, until the sets grow no more.
+            # An operation keeps each tensor from which its residuals follow. So more is within one operation, which may
+            # allow more residuals.
             found = dict(operations)
             for v in self.readers_of:
                 if v in made and v not in failed:
@@ -364,9 +364,9 @@ class Graph:
             e = self.maker[v]
             operands = [_FREE if isinstance(x, Literal) else known.get(x, _FREE) for x in e.invars]
             result = self._made(v, e, operands)
-            if forbidden := None if v in self.slices_of_inputs else self._objection(v, e, operands, result):
+            if forbidden := self._forbidden_by(v, e, operands, result):
                 failed |= forbidden
-                result = result._replace(degrees={v: 1}, steep=frozenset())  # as if kept: the next cut will keep it
+                result = result._replace(degrees={v: 1}, steep=frozenset())  # the next cut may keep it
             known[v] = made[v] = result
         return made, failed
 
@@ -374,7 +374,7 @@ class Graph:
         inexact = [x for x in operands if x.roundings]
         shared = frozenset.intersection(*[x.operations for x in inexact]) if inexact else frozenset[Any]()
         steep, name = frozenset[Any]().union(*[x.steep for x in operands]), e.primitive.name
-        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands, ignores_steep=False)):
+        if inexact and name in ("mul", "div") and is_steep(name, self._operands(e, operands)):
             steep |= {v}
         return Made(
             _degrees(e, [x.degrees for x in operands]),
@@ -384,44 +384,45 @@ class Graph:
             name,
         )
 
-    def _operands(self, e: Any, operands: Sequence[Made], ignores_steep: bool) -> list[Operand]:
-        own, steep = self._derivative.operation_of[e.outvars[0]], OTHER if ignores_steep else STEEP
+    def _operands(self, e: Any, operands: Sequence[Made]) -> list[Operand]:
+        operation = self._derivative.operation_of[e.outvars[0]]
         return [
             Operand(
                 a.val if isinstance(a, Literal) else self.number_of_cast.get(a, a),
                 frozenset(x.degrees),
-                SAME if own in x.operations or not x.roundings else steep if x.steep else OTHER,
+                SAME if operation in x.operations or not x.roundings else STEEP if x.steep else OTHER,
                 x.by,
                 not isinstance(a, Literal) and a in self.uniform,
             )
             for a, x in zip(e.invars, operands, strict=True)
         ]
 
-    def _objection(self, v: Any, e: Any, operands: Sequence[Made], result: Made) -> set[Any] | None:
-        """Return None if backward may compute `v` with these errors, else the variables that it may not make."""
+    def _forbidden_by(self, v: Any, e: Any, operands: Sequence[Made], result: Made) -> set[Any]:
+        """Return what backward may not make, if it may not compute `v` with these errors."""
+        if v in self.slices_of_inputs:
+            return set()
         if v in self.readers_of and not self._is_fine_enough(v, result):
             return {v}
-        recomputed = FACTS[e.primitive.name].recomputed
-        errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
-        conditions = [
-            recomputed.get(error) for error in (errors if self.pair.recomputes_elementwise else {Error.UNKNOWN})
-        ]
-        if None in conditions:
+        recomputed, errors = FACTS[e.primitive.name].recomputed, {Error.UNKNOWN}
+        if self.pair.recomputes_elementwise:
+            errors = {rounding.error for rounding in result.roundings} or {Error.EXACT}
+        if not errors <= recomputed.keys():
             return {v}
 
-        def is_allowed(ignores_steep: bool) -> bool:
-            judged = self._operands(e, operands, ignores_steep)
-            return all(condition(e, judged) for condition in conditions if condition)
+        def is_allowed(operands: Sequence[Made]) -> bool:
+            judged = self._operands(e, operands)
+            return all(recomputed[error](e, judged) for error in errors)
 
-        if is_allowed(ignores_steep=False):
-            return None
+        if is_allowed(operands):
+            return set()
         # If only a large factor before this equation forbids it, keep the value behind the factor.
-        return (set(result.steep) - {v} or {v}) if is_allowed(ignores_steep=True) else {v}
+        is_behind_factor = is_allowed([x._replace(steep=frozenset()) for x in operands])
+        return (set(result.steep) - {v} or {v}) if is_behind_factor else {v}
 
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
         own = self.keeping(v).roundings  # if it were kept
-        is_amplified = bool(own and result.roundings) and v in self.amplified
-        # The errors of a and b in (ab)³ add to those of a and b themselves.
+        is_amplified = bool(own and result.roundings) and v in self.read_by_amplifying
+        # In (ab)³, the error of a kept ab counts once, and those of a and b would add to their own.
         most = 1 if v in self.raised else _MOST_DEGREES
         has_high_degree = math.hypot(*result.degrees.values()) > most
         is_unknown = UNKNOWN in result.roundings and UNKNOWN not in own
@@ -436,13 +437,13 @@ def segments(backward: Any) -> list[Sequence[Any]]:
     """Divide the equations of a backward pass where few bytes of cotangents pass on, as between layers."""
     # tests: test_limit.py::test_what_is_made_again_is_not_held
     equations, dependent = backward.equations, backward.dependent
-    last: dict[Any, int] = {}  # cotangent -> its last equation. Not those of weights, of which nothing else follows.
+    last: dict[Any, int] = {}  # cotangent -> its last equation. Not cotangents of weights: nothing follows from them.
     for i, e in reversed([*enumerate(equations)]):
-        if not dependent.issuperset(read := variables(e.invars)) or not last.keys().isdisjoint(e.outvars):
+        if not dependent.issuperset(read := variables(e.invars)) or last.keys() & set(e.outvars):
             for v in dependent.intersection(read):
                 last.setdefault(v, i)
-    passing, sizes, size = set(backward.jaxpr.invars) & last.keys(), list[float](), 0.0
-    widths, seen = list[float](), set[Any]()  # by equation, as `sizes`: bytes that pass on to it, and were read before
+    widths, sizes = list[float](), list[float]()  # by equation: bytes that pass on to it, and that were read before it
+    passing, seen, size = set(backward.jaxpr.invars) & last.keys(), set[Any](), 0.0
     for i, e in enumerate(equations):
         widths.append(sum([n_bytes(v.aval) for v in passing]))
         sizes.append(size)

@@ -143,16 +143,15 @@ def prepared(jaxpr: Any, is_outside: Sequence[bool], around: Surroundings, bodie
 
 def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: list[Bodies] | None) -> list[Any]:
     name, params = e.primitive.name, e.params
-    is_outside = [isinstance(x, Literal) or x in outside for x in e.invars]
-    if FACTS[name].is_view and all(is_outside):
+    inner, is_outside = inner_jaxprs(params), [isinstance(x, Literal) or x in outside for x in e.invars]
+    names = _primitives_in(inner[0]) if name == "jit" else frozenset([name])
+    if all(is_outside) and all(FACTS[operation].is_view for operation in names - {"jit"}):
         outside.update(e.outvars)
     if name == "custom_vjp_call":  # a `custom_jvp` compares what it saves in the forward pass
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
         return [_application(rule, e, rule.jaxpr.invars, e.outvars)]
-    inner = inner_jaxprs(params)
     if name == "jit":
         (code,) = inner
-        names = _primitives_in(code)
         has_rules = "custom_vjp_call" in names and is_users(code)
         if not has_rules and (bodies is None or names.isdisjoint(BODIES)):
             return [e]
@@ -366,11 +365,11 @@ def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
 
 
 class Action(NamedTuple):
-    """A part of a pass: code that is evaluated, or variables that get a value or another one."""
+    """A part of a pass: some variables get a value or another one, then code is evaluated."""
 
-    code: Any = None  # a jaxpr
-    restored: Sequence[Any] = ()  # the residuals that are unpacked, in staged code behind a barrier with cotangents
-    replaced: Sequence[Any] = ()  # by what the barrier returns; in a forward pass, by the rounded or packed tensor
+    restored: Sequence[Any]  # the residuals that are unpacked, in staged code behind a barrier with cotangents
+    replaced: Sequence[Any]  # by what the barrier returns; in a forward pass, by the rounded or packed tensor
+    code: Any  # a jaxpr
     dropped: Sequence[Any] = ()  # what no later action reads: eager code would hold it until the pass ends
 
 
@@ -378,12 +377,11 @@ def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[A
     """Return the actions, each of which drops what is not read later."""
     live, found = set(variables(returned)), list[Action]()
     for action in reversed(actions):
-        code = action.code
-        made = {*action.replaced, *(code.outvars if code else action.restored)}
-        read = [*action.replaced, *(code.invars if code else ())]
-        code = code and code.replace(outvars=[v for v in code.outvars if v in live])
-        found.append(action._replace(code=code, dropped=[v for v in made.union(read) if v not in live]))
-        live = (live - made).union(read)
+        code, given = action.code, {*action.restored, *action.replaced}
+        dropped = given.union(code.invars, code.outvars) - live
+        code = code.replace(outvars=[v for v in code.outvars if v in live])
+        found.append(action._replace(code=code, dropped=list(dropped)))
+        live = live.difference(code.outvars).union(code.invars).difference(given).union(action.replaced)
     return found[::-1]
 
 
@@ -409,8 +407,7 @@ class Plan:
         self.terms = around.terms
         self.maker, forward, readers = derivative.maker, derivative.forward, derivative.readers
         self.held = {v for v, marks in derivative.marks.items() if any(isinstance(m, Held) for m, _ in marks)}
-        closed = [e for e in forward.eqns if e.primitive.name in (*BODIES, "jit")]
-        self.held |= {v for e in closed for i, v in enumerate(e.outvars) if _is_held(e, i)}
+        self.held |= {v for e in forward.eqns for i, v in enumerate(e.outvars) if _is_held(e, i)}
         self.held &= self.maker.keys()
         place_of = dict.fromkeys(forward.invars, Place.CONSTANT) | dict(zip(derivative.inputs, places, strict=True))
         never_packed = {v for v, place in place_of.items() if pair.never_packs(place)}
@@ -423,10 +420,10 @@ class Plan:
         lent = {v for v in never_packed if place_of[v] is Place.LENT}
         fixed = self._fixed(never_packed)
         self.graph = Graph(derivative, pair, never_packed, lent, self._keeping_of, fixed, around.is_in_scan)
-        self._inputs_of = {v: self.graph.inputs_of[v] for v in self.graph.free}  # the free inputs that it follows from
         self.kept, self.made = self.graph.choose(self.terms)
         self._made_residuals = [v for v in readers if v in self.made]
-        free_inputs = [v for v in self._missing(readers)[1] if v in self.graph.free]
+        read = equations_to(forward, self.kept, [*readers])[1]
+        free_inputs = [v for v in forward.invars if v in read and v in self.graph.free]
         self.residual_variables = [*free_inputs, *self.kept]  # whose values JAX keeps for backward
         if pair.unmatched:
             for v in (*self.kept, *self._made_residuals):
@@ -451,7 +448,9 @@ class Plan:
                 v = e.invars[0]
             if v not in never_packed:
                 keeping = self._keeping_of(v)
-                found[v] = as_it_is(v) if is_exact and keeping.roundings - {UNKNOWN} else keeping
+                if is_exact and keeping.roundings - {UNKNOWN}:
+                    found[v] = as_it_is(v)  # also if another rule saves it
+                found.setdefault(v, keeping)
 
         for v in self.derivative.marks:
             if v in residuals and (saved := self._marks_of(v, SavedByRule)):
@@ -479,14 +478,14 @@ class Plan:
     def marks_of_input(self, x: Any, kind: type[Any]) -> list[Any]:
         """Return the marks of a free input and its views, so that a plan around this one respects them."""
         # tests: test_rules_that_compare_what_they_saved
-        marked = [v for v in self.derivative.marks if x in self._inputs_of.get(v, ())]
+        marked = [v for v in self.derivative.marks if self.graph.input_of.get(v) is x]
         return [mark for v in marked for mark in self._marks_of(v, kind)]
 
     @functools.cached_property
     def inputs_read_again(self) -> set[Any]:
         """Return the free inputs from which backward computes something again."""
         read = variables([x for v in self.made for x in self.maker[v].invars])
-        return {x for v in read for x in self._inputs_of.get(v, ())}
+        return {self.graph.input_of[v] for v in read if v in self.graph.free}
 
     def _keeping_of(self, v: Any) -> Keeping:
         if v in self._constants or (v in self.derivative.marks and self._marks_of(v, ReadAgain)):
@@ -551,7 +550,7 @@ class Plan:
         last = {v: i for i, action in enumerate(actions) for v in action.dropped}
         alive, kept, peak = set(self.kept), set(self.kept), 0.0
         for i, action in enumerate(actions):
-            alive.update(action.restored, action.code.outvars if action.code else ())
+            alive.update(action.restored, action.code.outvars)
             peak = max(peak, sum([n_bytes(v.aval) for v in alive - self.graph.free]))
             alive -= {v for v in action.dropped if v not in kept or last[v] == i}
         return peak
@@ -565,8 +564,6 @@ class Plan:
         values = {**derivative.constants, **dict(zip(derivative.inputs, primals, strict=True))}
         residual_of: dict[Any, Any] = {}
         for action in self._forward_actions:
-            if action.code:
-                derivative.evaluate(action.code, values)
             for v in action.replaced:
                 if v in self._to_round and is_staged(values[v]):
                     # XLA may compute in float32: the forward pass would go on with another value than the one in
@@ -577,6 +574,7 @@ class Plan:
                     (x,) = as_arrays([values[v]])
                     packed = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
                     (values[v],), (residual_of[v],) = behind_barrier([x], [packed])
+            derivative.evaluate(action.code, values)
             for v in () if is_checked else action.dropped:
                 values.pop(v, None)
         residual_of |= {v: values[v] for v in self.residual_variables if v not in self._packed}
@@ -588,16 +586,15 @@ class Plan:
 
     @functools.cached_property
     def _forward_actions(self) -> list[Action]:
-        changed = self._packed | self._to_round
-        actions = [Action(replaced=[v for v in self.derivative.forward.invars if v in changed])]
-        equations = list[Any]()
+        changed, actions = self._packed | self._to_round, list[Action]()
+        replaced, equations = [v for v in self.derivative.forward.invars if v in changed], list[Any]()
         for e in live_equations(self.derivative.forward, [*self.derivative.outputs, *self.kept]):
             equations.append(e)
-            if replaced := [v for v in e.outvars if v in changed]:
-                actions += [Action(jaxpr_of(equations)), Action(replaced=replaced)]
-                equations = []
+            if changed_here := [v for v in e.outvars if v in changed]:
+                actions.append(Action((), replaced, jaxpr_of(equations)))
+                replaced, equations = changed_here, []
         returned = [*self.derivative.outputs, *[v for v in self.residual_variables if v not in self._packed]]
-        return with_lifetimes([*actions, Action(jaxpr_of(equations))], returned)
+        return with_lifetimes([*actions, Action((), replaced, jaxpr_of(equations))], returned)
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
         """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
@@ -627,12 +624,10 @@ class Plan:
             values = {**self.derivative.constants, **dict(zip(backward.jaxpr.invars, given, strict=True))}
             is_program = any(map(is_staged, given))
             for action in self._backward_actions(used, is_program):
-                if action.code:
-                    self.derivative.evaluate(action.code, values)
-                else:
-                    found = [residual_of[v] for v in action.restored]
-                    tensors, replaced = unpacked(found, arrays, [values[v] for v in action.replaced])
-                    values |= zip([*action.restored, *action.replaced], [*tensors, *replaced], strict=True)
+                found = [residual_of[v] for v in action.restored]
+                tensors, replaced = unpacked(found, arrays, [values[v] for v in action.replaced])
+                values |= zip([*action.restored, *action.replaced], [*tensors, *replaced], strict=True)
+                self.derivative.evaluate(action.code, values)
                 for v in action.dropped:
                     values.pop(v, None)
             outputs = [v.val if isinstance(v, Literal) else values[v] for v in backward.jaxpr.outvars]
@@ -651,7 +646,8 @@ class Plan:
         backward = self.derivative.backward(used)
         constants_of_backward = self.derivative.constants.keys() - set(self.derivative.forward.invars)
         always_known = {*backward.dependent, *constants_of_backward}
-        actions, equations = list[Action](), list[Any]()
+        actions, restored, equations = list[Action](), list[Any](), list[Any]()
+        replaced: Sequence[Any] = []
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in always_known]
         parts = backward.segments if self.graph.has_segments(self.terms) else [backward.equations]
         read_by = {id(part[0]): variables([x for e in part for x in e.invars]) for part in parts if part}
@@ -662,14 +658,14 @@ class Plan:
                 known = always_known | shared
             read = variables(e.invars) if e else returned
             if not known.issuperset(read):
+                actions.append(Action(restored, replaced, jaxpr_of(equations)))
                 again, residuals = self._missing(read, known, backward.maker)
-                # No Refs wait.
-                cotangents = [v for v in read if v in backward.dependent and isinstance(v.aval, ShapedArray)]
-                cotangents, broadcasts = (
-                    self._before_broadcasts(cotangents, known, backward) if is_program else (cotangents, [])
-                )
-                actions += [Action(jaxpr_of(equations)), Action(None, [*residuals], cotangents)]
-                equations = [*broadcasts, *again]
+                # A barrier takes no Refs.
+                replaced = [v for v in read if v in backward.dependent and isinstance(v.aval, ShapedArray)]
+                broadcasts = list[Any]()
+                if is_program:
+                    replaced, broadcasts = self._before_broadcasts(replaced, known, backward)
+                restored, equations = [*residuals], [*broadcasts, *again]
                 read_anew = {v for v in residuals if v in self.graph.free or v in self.small}
                 for x in again:
                     operands = variables(x.invars)
@@ -678,7 +674,8 @@ class Plan:
                         read_anew.update(x.outvars)
                 known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
             equations += [e] if e else []
-        actions = with_lifetimes([*actions, Action(jaxpr_of(equations))], backward.jaxpr.outvars)
+        actions.append(Action(restored, replaced, jaxpr_of(equations)))
+        actions = with_lifetimes(actions, backward.jaxpr.outvars)
         self._actions[key] = actions
         return actions
 

@@ -49,8 +49,8 @@ EXACT: Final = Rounding(Error.EXACT)
 UNKNOWN: Final = Rounding(Error.UNKNOWN)
 
 
-# How far a value is from kept tensors, whose errors it has.
-SAME: Final = 0  # it is computed from tensors that the same operation keeps
+# How far an operand is from kept tensors, whose errors it has.
+SAME: Final = 0  # it is exact, or computed from tensors that the operation of the equation keeps
 OTHER: Final = 1  # from tensors that another operation keeps, without a large factor
 STEEP: Final = 2  # from such tensors, where a factor may enlarge an error
 
@@ -73,20 +73,18 @@ class Operand(NamedTuple):
         return not self.sources
 
     @property
-    def moves_range(self) -> bool:
-        """Whether adding or multiplying by this operand could change the range of a row."""
-        return not self.is_exact and self.aval.shape[-1:] not in ((), (1,))
+    def has_error_along_row(self) -> bool:
+        return not (self.is_exact or self.is_uniform or self.aval.shape == ())
 
 
 def is_steep(name: str, operands: Sequence[Operand]) -> bool:
     """Return whether a `mul` or `div` has an exact factor that varies in a row, or enlarges by more than 2."""
-    factors = [x.value for x in (operands if name == "mul" else operands[1:]) if x.is_exact and not x.is_uniform]
-    if not factors:
-        return False
-    if not all(map(is_number, factors)):
-        return True
-    sizes = [np.abs(np.asarray(x)) for x in factors]
-    return not (max(sizes) <= 2 if name == "mul" else min(sizes) >= 0.5)  # True for NaN
+    factors = operands if name == "mul" else operands[1:]
+    factor = next((x.value for x in factors if x.is_exact and not x.is_uniform), None)
+    if factor is None or not is_number(factor):
+        return factor is not None
+    size = np.abs(np.asarray(factor))
+    return not (size <= 2 if name == "mul" else size >= 0.5)  # True for NaN
 
 
 # Takes an equation with one result.
@@ -104,20 +102,20 @@ _to_float: Condition = lambda e, xs: jnp.issubdtype(e.params["new_dtype"], jnp.i
 _widens: Condition = lambda e, xs: _is_integer(xs[0].aval.dtype) or np.can_cast(xs[0].aval.dtype, e.params["new_dtype"])
 _within: Condition = lambda _, xs: all(x.is_exact or x.distance == SAME for x in xs)
 _not_steep: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
-_not_steep_of_same: Condition = lambda e, xs: _not_steep(e, xs) and _of_same_tensors(e, xs)
+_of_same_and_not_steep: Condition = lambda e, xs: _not_steep(e, xs) and _of_same_tensors(e, xs)
 _of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
-_by_one_per_row: Condition = lambda _, xs: not xs[1].moves_range
-_moves_range_once: Condition = lambda _, xs: sum([x.moves_range for x in xs]) <= 1
+_by_exact_along_row: Condition = lambda _, xs: not xs[1].has_error_along_row
+_one_has_error_along_row: Condition = lambda _, xs: sum([x.has_error_along_row for x in xs]) <= 1
 _square_or_within: Condition = lambda e, xs: e.params["y"] == 2 or (e.params["y"] > 0 and _within(e, xs))
 
 
-def _keeps_rows(equation: Any, operands: Sequence[Operand]) -> bool:
+def _splits_no_row(equation: Any, operands: Sequence[Operand]) -> bool:
     # From [8] to [8, 1], one row, whose error depends on all values, becomes eight rows of one value.
     ends = [x.aval.shape[-1:] for x in operands]
     return equation.outvars[0].aval.shape[-1:] != (1,) or all(end in ((), (1,)) for end in ends)
 
 
-def _of_computed(equation: Any, operands: Sequence[Operand]) -> bool:
+def _within_or_of_sum(equation: Any, operands: Sequence[Operand]) -> bool:
     # What saturates has a small range, beside which the error of its operand is large if another operation keeps this,
     # as a gate with a massive channel. Within a gelu, the operand is a sum or a product.
     return _within(equation, operands) or (_not_steep(equation, operands) and operands[0].by in ("add", "mul", "sub"))
@@ -130,15 +128,27 @@ def _of_same_tensors(_: Any, operands: Sequence[Operand]) -> bool:
     )
 
 
-def is_exact_again(equation: Any) -> bool:
+_SIGMOIDS: Final = "erf", "logistic", "tanh"
+
+
+def _of_far_values(equation: Any, operands: Sequence[Operand]) -> bool:
+    # The difference of near values multiplies a relative error: exp(h) - 1 of a rounded exp(h) would be 0 for small h.
+    if not _of_same_tensors(equation, operands):
+        return False
+    numbers = [np.real(x.value) for x in operands if x.is_exact]
+    is_sum = not any((n > 0) == (equation.primitive.name == "sub") for n in numbers)
+    return is_sum or any(not x.is_exact and (x.distance == SAME or x.by in _SIGMOIDS) for x in operands)
+
+
+def is_repeatable(equation: Any) -> bool:
     condition = FACTS[equation.primitive.name].recomputed.get(Error.EXACT)
     values = [a.val if isinstance(a, Literal) else a for a in equation.invars]
     return condition is not None and condition(equation, [Operand(x, frozenset(), SAME, "") for x in values])
 
 
-def _is_elementwise(equation: Any, _: Sequence[Operand]) -> bool:
+def _repeats_exactly(equation: Any, _: Sequence[Operand]) -> bool:
     inner = all_equations(equation.params["call_jaxpr"])
-    return all(e.primitive.name == "jit" or is_exact_again(e) for e in inner)
+    return all(e.primitive.name == "jit" or is_repeatable(e) for e in inner)
 
 
 def _either(*conditions: Condition) -> Condition:
@@ -159,7 +169,7 @@ class Facts(NamedTuple):
     needs_exact: bool = False
     is_product: bool = False  # a product of matrices or a convolution
     decides: bool = False  # its result changes by leaps
-    costs: bool = False  # only a limit lets backward compute it again, unless it is a view of what comes from outside
+    for_limit: bool = False  # only a limit lets backward compute it again, unless it is a view of what is outside
     per_element: int = 1  # about how many operations an element of the result takes; products and reductions: more
     # (equation, d) -> c: if an operand is (1 + e)ᵈ times as large, the result is (1 + e)ᶜ times as large. None: c is d.
     degree: Callable[[Any, float], float] | None = None
@@ -179,50 +189,49 @@ def _facts() -> dict[str, Facts]:
         found = {exact: _always, relative: _always}
         return found | ({Error.RANGE: range_} if range_ else {}) | ({Error.UNKNOWN: _of_integers} if integers else {})
 
-    moves = {**dict.fromkeys((exact, relative), _always), **dict.fromkeys((Error.UNKNOWN, Error.RANGE), _keeps_rows)}
+    moves = {**dict.fromkeys((exact, relative), _always), **dict.fromkeys((Error.UNKNOWN, Error.RANGE), _splits_no_row)}
     everywhere = dict.fromkeys(any_error, _always)
     of_integers = dict.fromkeys(any_error, _of_integers)
     cast = {exact: _to_float, Error.UNKNOWN: _widens, relative: _to_float, Error.RANGE: _to_float}
     only_exact: dict[Error, Condition] = {exact: _always}
     view: dict[str, Any] = {"is_view": True, "keeps_nothing": True}
-    # The difference of near values multiplies a relative error.
-    sums = elementwise(_either(_moves_range_once, _not_steep_of_same), integers=True) | {
-        relative: _either(_of_integers, _of_same_tensors)
+    sums = elementwise(_either(_one_has_error_along_row, _of_same_and_not_steep), integers=True) | {
+        relative: _either(_of_integers, _of_far_values)
     }
     return {
         **facts("broadcast_in_dim copy iota reshape squeeze transpose", moves, is_move=True, **view),
         **facts("name pvary stop_gradient", everywhere, is_move=True, **view),
         **facts("device_put pcast sharding_constraint", **view),
         # A slice, and a reversal, communicate along a sharded axis.
-        **facts("rev slice split unstack", **view, costs=True),
-        **facts("dynamic_slice", is_view=True, costs=True),
+        **facts("rev slice split unstack", **view, for_limit=True),
+        **facts("dynamic_slice", is_view=True, for_limit=True),
         **facts("convert_element_type", cast, **view),
         **facts("new_ref psum real imag", keeps_nothing=True),
-        **facts("concatenate pad reduce_sum", keeps_nothing=True, costs=True),
-        **facts("cumsum cumlogsumexp cummax cummin cumprod gather stack tile", costs=True),
-        **facts("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_window_sum", costs=True),
+        **facts("concatenate pad reduce_sum", keeps_nothing=True, for_limit=True),
+        **facts("cumsum cumlogsumexp cummax cummin cumprod gather stack tile", for_limit=True),
+        **facts("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_window_sum", for_limit=True),
         # Not `scatter`: which of the values for one index it takes may differ from run to run.
-        **facts("dynamic_update_slice scatter-add scatter-max scatter-min scatter-mul scatter-sub", costs=True),
-        **facts("fft", costs=True, per_element=50),
-        **facts("bitcast_convert_type random_fold_in random_seed random_split random_unwrap random_wrap", costs=True),
-        **facts("shift_left shift_right_arithmetic shift_right_logical", costs=True),
-        **facts("random_bits threefry2x32", costs=True, per_element=100),
+        **facts("dynamic_update_slice scatter-add scatter-max scatter-min scatter-mul scatter-sub", for_limit=True),
+        **facts("fft", for_limit=True, per_element=50),
+        **facts("random_fold_in random_seed random_split random_unwrap random_wrap", for_limit=True),
+        **facts("bitcast_convert_type shift_left shift_right_arithmetic shift_right_logical", for_limit=True),
+        **facts("random_bits threefry2x32", for_limit=True, per_element=100),
         **facts("neg", everywhere, keeps_nothing=True),
         **facts("add add_any sub", sums, keeps_nothing=True),
         **facts(
             "mul",
-            elementwise(_either(_moves_range_once, _within, _not_steep_of_same), integers=True),
+            elementwise(_either(_one_has_error_along_row, _within, _of_same_and_not_steep), integers=True),
             keeps_numbers=True,
             adds_degrees=True,
         ),
-        **facts("div", elementwise(_by_one_per_row), keeps_numbers=True, amplifies=True, adds_degrees=True),
+        **facts("div", elementwise(_by_exact_along_row), keeps_numbers=True, amplifies=True, adds_degrees=True),
         **facts("square", elementwise(_always), degree=lambda _, d: 2 * d),
         **facts("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
         # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
         **facts("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
         **facts("abs clamp max min select_n", elementwise(_within)),
-        **facts("logistic", elementwise(_of_computed), per_element=10),
-        **facts("erf tanh", elementwise(_of_computed), per_element=10, degree=lambda _, d: min(d, 1)),
+        **facts("logistic", elementwise(_within_or_of_sum), per_element=10),
+        **facts("erf tanh", elementwise(_within_or_of_sum), per_element=10, degree=lambda _, d: min(d, 1)),
         **facts("cbrt", elementwise(), per_element=10),
         **facts("rsqrt sqrt", elementwise(), per_element=10, amplifies=True, degree=lambda _, d: d / 2),
         **facts("exp exp2 expm1 log log1p pow", only_exact, per_element=10, amplifies=True),
@@ -230,12 +239,12 @@ def _facts() -> dict[str, Facts]:
             "acos acosh asin asinh atan atan2 atanh cos cosh erf_inv erfc sin sinh tan", only_exact, per_element=10
         ),
         **facts("and not or xor", of_integers),
-        **facts("custom_jvp_call", {exact: _is_elementwise}, per_element=10, amplifies=True),  # as jax.nn.relu
+        **facts("custom_jvp_call", {exact: _repeats_exactly}, per_element=10, amplifies=True),  # as jax.nn.relu
         **facts("eq ge gt le lt ne", of_integers, decides=True),
         **facts("argmax argmin ceil floor is_finite rem round sign sort top_k", decides=True),
         **facts("reduce_window_max reduce_window_min select_and_gather_add", needs_exact=True),
         **facts("custom_linear_solve triangular_solve", needs_exact=True),
-        **facts("conv_general_dilated dot_general ragged_dot_general", is_product=True, costs=True),
+        **facts("conv_general_dilated dot_general ragged_dot_general", is_product=True, for_limit=True),
     }
 
 
