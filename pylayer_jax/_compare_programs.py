@@ -27,7 +27,7 @@ import numpy as np
 from ._jax.jaxprs import all_equations
 from ._jax.types import has_tangent, is_tensor
 from ._messages import bytes_of, describe
-from ._report import function_of, html_table, new_axes, progress, saved_tensors_report, text_table, type_of
+from ._report import function_of, html_table, new_axes, progress, saved_tensors_report, text_table, type_text
 from ._trees import split
 from .packers import cast_saved, quantize_saved, recompute_saved
 
@@ -312,7 +312,7 @@ class _Compiler:
         result = function_of(program)(*self._skeleton.fill(tensors))
         if is_tensor(result) and not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
             return result
-        got = type_of(result) if is_tensor(result) else describe(result)
+        got = type_text(result) if is_tensor(result) else describe(result)
         raise TypeError(
             f"compare_programs: the program {name!r} returns {got}, expected a real scalar, of which the gradient is "
             "taken. Return one number, such as the sum of the squares, and no auxiliary values."

@@ -37,7 +37,7 @@ def text_table(table: Sequence[Sequence[str]], right: Collection[str], caption: 
     return "\n".join([*map(str.rstrip, lines), caption])
 
 
-def type_of(x: Any) -> str:
+def type_text(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
@@ -142,7 +142,7 @@ class SavedTensorsReport:
         table = [["origin", "inside", "name", "type", "times", "bytes", "packed", "where", ""]]
         for r in [r for r in self.rows if len(inputs) < 2 or r not in inputs]:
             sizes = f"{r.times}", f"{r.bytes:,}", f"{r.packed_bytes:,}"
-            table.append([r.layer or r.kind, "/".join(r.inside[-2:]), r.name, type_of(r), *sizes, r.source, r.note])
+            table.append([r.layer or r.kind, "/".join(r.inside[-2:]), r.name, type_text(r), *sizes, r.source, r.note])
         if len(inputs) > 1:
             sums = [sum(getattr(r, name) for r in inputs) for name in ("times", "bytes", "packed_bytes")]
             table.append(["input", "", "", f"{len(inputs)} inputs", *(f"{n:,}" for n in sums), "", ""])
@@ -262,8 +262,8 @@ def _row(
     """Return the row of a tensor for which JAX keeps arrays: copies of it, or what a pack hook made of it."""
     source = kept[0][1]
     tensor, _ = source.packed or (source, None)
-    n, n_parts = (1, tensor.times) if source.packed else (len(kept), 1)  # each unpacked array is a copy
-    # Count each iteration that packs the tensor, and all shards of it.
+    n, n_parts = (1, tensor.times) if source.packed else (len(kept), 1)  # each array that is not packed is a copy
+    # Count each iteration that packs the tensor, and all shards of it, which are parts of v.
     sizes = [n_parts * _size(tensor.aval) * _size(v.aval) // _size(x.aval) for v, x in kept]
     arrays = [] if source.recomputed_from else [v.aval for v, _ in kept]
     host_bytes = sum(_size(a) for a in arrays if a.memory_space == jax.memory.Space.Host)
@@ -294,6 +294,6 @@ def _row(
         # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.
         source=line_of(sources) or line_of([marked.entry] if marked else []),
         note="; ".join(remark for remark, applies in remarks.items() if applies),
-        is_recomputed=not arrays,
+        is_recomputed=source.recomputed_from is not None,
         inside=origin.inside,
     )

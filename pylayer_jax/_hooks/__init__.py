@@ -22,6 +22,6 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
 5. In a `with` block, a `BlockTrace` is JAX's current trace, and binds each operation as a planned function of its own
    (`operations`). In a block around a call of `jax.grad` itself, only layers pack.
 6. What a layer or a `custom_vjp` function saves is marked for the plan around it; in a `with` block it is packed at
-   once (`saving`). A layer unpacks each tensor when its `backward` reads it.
+   once (`saving`). A layer unpacks its tensors when its `backward` first reads one.
 7. `only` and `by_name` choose by the origin of a tensor (operation, layer, name, source line), which `origins` finds.
 """

@@ -42,8 +42,8 @@ class Block(set[Any]):
       thread. Otherwise JAX would trace and compile such code again for each new pair.
     - When code asks for hooks while JAX traces a jaxpr, the block stops being shared: its jaxprs are for equal pairs.
 
-    Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: one
-    thread may wait for a jaxpr that another traces, before that code has asked for hooks. tests: hooks/test_identity.py
+    Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: else a
+    thread that waits for a jaxpr of another would get the hooks of that one. tests: hooks/test_identity.py
 
     JAX's caches in C++ crash if another thread changes them during a comparison, as it may while Python code runs. So
     two blocks are equal if they share a key: `set.__and__` is C. tests: derivatives/test_several_runs.py
@@ -59,11 +59,11 @@ class Block(set[Any]):
         self.key_of_thread = threading.get_ident()
         if not isinstance(value, str) and not is_staging():
             self.add(self.key_of_thread)  # shared
-        self.has_no_backward = False  # whether a decorated function entered it, and no backward pass was seen
-        self.n_used_before = 0 if isinstance(value, str) else value.n_used
+        self.may_have_backward = True  # False if a decorated function entered it, and no backward pass was seen
+        self.n_used_at_entry = 0 if isinstance(value, str) else value.n_used
         self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
         self.outer: Block | None = None
-        self._trace = trace  # the trace that gets the operations inside the block; None where none is on top of JAX's
+        self._trace = trace  # the trace that gets the operations inside the block; None: the trace of JAX gets them
         self._active: Any = OFF if active.value is OFF else self  # the value of `active` in the block
         self._contexts: list[Any] = []
 
@@ -134,6 +134,6 @@ def active_pair() -> Pair | None:
     if block is None or isinstance(block.value, str):
         return None
     block.check_task()
-    if block.key_of_thread in block and is_staging():
+    if is_staging():
         block.discard(block.key_of_thread)
     return block.value

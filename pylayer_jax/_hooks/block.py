@@ -29,7 +29,7 @@ _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect
 
 def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
     try:
-        # A decorator written in Python may change the arguments, so read the decorated function's own signature.
+        # A decorator written in Python may change the arguments, so read the signature of its wrapper.
         inspect.signature(function, follow_wrapped=not inspect.isfunction(function)).bind(*[None] * n_arguments)
     except TypeError:
         return False
@@ -59,7 +59,7 @@ class Predicate:
         is_true = bool(self._only(array) if self.takes_array_alone else self._only(array, origin))
         self.was_true |= is_true
         if not self.was_true:
-            names = ", ".join(origin.keys[:2])  # known to a plan
+            names = ", ".join(origin.keys[:2])  # empty without a plan
             self.seen[f"{typeof(array)} of {names}" if names else str(typeof(array))] = None
         return is_true
 
@@ -80,11 +80,11 @@ def _shown(value: Any) -> str:
 
 
 class _RemembersInitArguments:
-    """Base class that remembers the arguments of `__init__`: in one class, `inspect.signature` prefers `__new__`."""
+    """Base class, since `inspect.signature` prefers a `__new__` to an `__init__` of the same class."""
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _key: Any
-    _was_entered = False  # here, for the `repr` of a pair whose `__init__` raised an error
+    _was_entered = False  # for the `repr` of a pair whose `__init__` raised an error
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -151,8 +151,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             predicate takes `info`, the pair decorates functions only.
 
     Warns:
-        UserWarning: once per pair, if a block at top level has packed nothing (a decorated function: and runs a
-            backward pass), if `only` was never True, or if a decorated function runs as in a block.
+        UserWarning: once per pair, if a block at top level, or a decorated function with a backward pass in it, has
+            packed nothing, if `only` was never True, or if a decorated function runs as in a block.
 
     Raises:
         TypeError: if a hook is not callable or does not take one argument, or if a hook without `host` needs values in
@@ -178,10 +178,10 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         key = *map(key_of, (pack_hook, unpack_hook, only)), step.host, step.differentiable
         self._set_up(saved_tensors_hooks, key, [step], recomputes_elementwise=False, packs_arguments=True)
 
-    def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
+    def _set_up(self, defined_in: type[Any], key_parts: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
         # A pair of a subclass with an `__init__` of its own equals only itself, because its hooks may store state.
-        if type(self).__init__ is owner.__init__:
-            self._key = key_of(type(self)), *values
+        if type(self).__init__ is defined_in.__init__:
+            self._key = key_of(type(self)), *key_parts
         self._pair = Pair(steps, self._key, store_of(self._key), type(self).__name__, **options)
 
     def __eq__(self, other: object) -> bool:
@@ -224,7 +224,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             nonlocal is_first_call
             if active.value is OFF:
                 return function(*args, **kwargs)
-            is_first, is_first_call = is_first_call, False  # JAX answers further calls of a compiled step from a cache
+            is_first, is_first_call = is_first_call, False  # JAX may call a compiled step later, unseen by a watch
             if not nothing_is_traced():
                 return self._planned(function, args, kwargs)
             has_block, n_used_before = not self._pair.needs_plan, self._pair.n_used
@@ -235,9 +235,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 with set_current_trace(watch) if is_first else contextlib.nullcontext():
                     result = function(*args, **kwargs)
                 if (block := entered_block(self._pair)) is not None:
-                    block.has_no_backward = not watch.was_seen
-            if watch.was_seen and not has_block and self._pair.n_used == n_used_before:
-                self._tell(should_have_packed=True)
+                    block.may_have_backward = watch.was_seen
+            if not has_block:
+                self._end(self._pair.n_used > n_used_before, watch.was_seen)
             return result
 
         return hooked
@@ -294,21 +294,21 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             raise RuntimeError(
                 f"{type(self).__name__}: __exit__ without __enter__ in this thread. Use `with`, which calls both."
             )
-        if block.is_at_top and self._pair.n_used > block.n_used_before:
-            _packed_at_top.add(hash(self._pair.key))
-        should_have_packed = block.is_at_top and not block.has_no_backward
+        is_at_top, was_used = block.is_at_top, self._pair.n_used > block.n_used_at_entry
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
-        if kind is None:
-            self._tell(should_have_packed)
+        self._end(is_at_top and was_used, is_at_top and block.may_have_backward, is_error=kind is not None)
 
-    def _tell(self, should_have_packed: bool) -> None:
-        """Warn of what did nothing. `should_have_packed`: the block, or function, was at top level and no loss."""
+    def _end(self, was_used: bool, may_have_backward: bool, is_error: bool = False) -> None:
+        """Note that the pair was used at top level, or warn of what did nothing."""
         pair = self._pair
+        if was_used:
+            _packed_at_top.add(hash(pair.key))
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
-        if should_have_packed and hash(pair.key) not in _packed_at_top:
+        if may_have_backward and not is_error and hash(pair.key) not in _packed_at_top:
             pair.warn_once(IDLE)
-        pair.warn_of_unmatched()
+        if not is_error:
+            pair.warn_of_unmatched()
 
     def close(self) -> None:
         """Drop the packed values that compiled programs hold for this pair. A backward that needs them then fails.

@@ -40,7 +40,7 @@ from pylayer_jax._trees import WeakTable, hashable
 
 from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
 from .pack import Pair, Place
-from .planned import Planned, Surroundings, has_backward, is_of_backward, staged
+from .planned import Planned, Surroundings, has_backward, is_of_backward, stage_for_plan
 from .primitives import FACTS, Facts, is_number
 from .saving import Saver, UsersRule
 
@@ -69,19 +69,19 @@ def _facts_of(operation: Operation, of_floats: bool) -> Iterator[Facts]:
 
 def _is_view(operation: Operation, args: Sequence[Any], values: Sequence[Any]) -> bool:
     if operation.kind == "jit" and not all(any(has_tangent(typeof(x)) for x in xs) for xs in (args, values)):
-        return False  # as `one_hot` of labels, and a mask
+        return False  # else `all` is over nothing: `one_hot` of labels, a mask
     return all(f.is_view for f in _facts_of(operation, of_floats=True))
 
 
 def _may_keep_residuals(operation: Operation, args: Sequence[Any]) -> bool:
     kinds = {type(whole_batch(x)) for x in args}
-    is_differentiated = REVERSE.tracer in kinds
+    is_in_reverse_mode = REVERSE.tracer in kinds
     # In reverse-over-forward mode (`jax.grad` of a function that calls `jax.jvp`), JAX keeps tensors only for a second
     # derivative. Such tensors are not packed.
-    is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
+    is_in_forward_mode = FORWARD.tracer in kinds and not is_in_reverse_mode
     is_later = STAGED.tracer in kinds and not is_in_forward_mode  # JAX may differentiate the jaxpr later
     are_arrays = {type(typeof(x)) for x in args} <= {ShapedArray}  # not Refs or tokens
-    if not (is_differentiated or is_later) or not are_arrays or operation.kind == "while":  # which has no reverse mode
+    if not (is_in_reverse_mode or is_later) or not are_arrays or operation.kind == "while":  # which has no reverse mode
         return False
     factors = args[1:] if operation.kind == "div" else args
     has_number = FACTS[operation.kind].keeps_numbers and any(map(is_number, factors))
@@ -102,7 +102,7 @@ class _BlockMark(Identity):
 
 
 def _holds_block(jaxpr: Any) -> bool:
-    """Return whether a nested block was entered while JAX staged this jaxpr."""
+    """Return whether hooks packed, or were entered, while JAX staged this jaxpr."""
     return any(isinstance(payload_of(e), (_BlockMark, Planned)) for e in all_equations(jaxpr))
 
 
@@ -139,8 +139,8 @@ class BlockTrace(PassThroughTrace):
         values = self._process(Operation(bind, kind, name, params, primitive), tracers)
         return values if primitive.multiple_results else values[0]
 
-    def _process_call(self, method: str, primitive: Any, *args: Any, **params: Any) -> Any:
-        *functions, tracers = args
+    def _process_call(self, method: str, primitive: Any, *operands: Any, **params: Any) -> Any:
+        *functions, tracers = operands
 
         def bind(*args: Any) -> Any:
             return getattr(current_trace(), method)(primitive, *functions, args, **params)
@@ -178,7 +178,7 @@ class BlockTrace(PassThroughTrace):
         # A view of a value from outside stays outside, even if the block computes an integer operand of the view, such
         # as a start index of `dynamic_slice`.
         of_floats = [p for p, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
-        # Random numbers have no operand, and are no constants.
+        # Random numbers have no operand either, and are not computed again.
         if set(places) <= {Place.CONSTANT} and all(f.recomputed for f in _facts_of(operation, of_floats=False)):
             self.put_place(values, Place.CONSTANT)
         elif Place.COMPUTED in of_floats or not _is_view(operation, args, values):
@@ -217,7 +217,7 @@ class BlockTrace(PassThroughTrace):
         if is_shared and (found := plans.get(key)):
             return found, operands
         run = lambda *xs: (operation.bind(*[xs[i] for i in positions]), None)
-        jaxpr, consts, _ = staged(run, types, operation.name)
+        jaxpr, consts, _ = stage_for_plan(run, types, operation.name)
         places = [*map(self.place_of, consts), *places]
         planned = Planned(with_current_line(jaxpr), places, operation.name, Surroundings(self.block.value))
         if is_shared and not consts:

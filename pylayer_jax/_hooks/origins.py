@@ -98,13 +98,15 @@ class Source(NamedTuple):
     variable: Any
     equations: tuple[Any, ...]  # those that lead to it, outermost first; none for an input or a constant
     operands: Sequence[Source]  # of the last of these
-    notes: list[Origin]  # each has the layer that saves the value and its name there, or only a name
+    notes: list[Origin]  # each has the layer that saves the value and its name there, or a name; shared by all copies
     aval: Any  # of one part
     is_input: bool = False
     times: int = 1  # the number of parts
     is_part: bool = False  # whether a scan, cond or shard_map returns the value
     others: tuple[Source, ...] = ()  # if a cond returns the value: what its other branches return in its place
-    packed: tuple[Source, Any] | None = None  # if a pack hook or `ReportMark` computed the value: its tensor, and a key
+    packed: tuple[Source, Any] | None = (
+        None  # a pack hook or `ReportMark` computed it: the tensor, a key of the packing
+    )
 
     @property
     def key(self) -> Any:
@@ -159,12 +161,12 @@ class Program:
     """A jaxpr whose values have sources."""
 
     def __init__(self, jaxpr: Any, code: Any, calls_of: Mapping[Any, Any] = {}) -> None:
-        """`code`: what `jaxpr` is a derivative of; `calls_of`: result of an equation -> opened calls around it."""
+        """`code`: what `jaxpr` is a derivative of; `calls_of`: result of an equation -> the inlined calls around it."""
         self._named, self._calls_of = names_of_equations(code), calls_of
         self.origin_of_marked: dict[Any, Origin] = {}  # key of a source -> what its `ReportMark` says
         inputs = [_new_source(v, is_input=True) for v in jaxpr.invars]
-        known = [*jaxpr.constvars, *jaxpr.invars, *[v for e in jaxpr.eqns for v in e.outvars]]
-        self._source_of = dict(zip(known, self._sources(jaxpr, inputs, (), known), strict=True))
+        variables = [*jaxpr.constvars, *jaxpr.invars, *[v for e in jaxpr.eqns for v in e.outvars]]
+        self._source_of = dict(zip(variables, self._sources(jaxpr, inputs, (), variables), strict=True))
 
     def source(self, atom: Any) -> Source:
         return _new_source(atom) if isinstance(atom, Literal) else self._source_of[atom]
@@ -175,12 +177,13 @@ class Program:
         """Return the sources of `wanted`, with their notes."""
 
         def rule(e: Any, operands: list[Source]) -> Iterable[Source]:
-            equations = *around, *(self._calls_of.get(e.outvars[0], ()) if e.outvars else ()), e
+            calls = self._calls_of.get(e.outvars[0], ()) if e.outvars else ()
+            equations = *around, *calls, e
             packed = None
             if any(PACK_SCOPE in str(x.source_info.name_stack) for x in equations):
-                # A pack hook may also read constants and the index of the device.
+                # The tensor is the largest operand: a pack hook may also read constants and the index of the device.
                 read = [x.packed or (x, _key(v, equations[:-1])) for v, x in zip(e.invars, operands, strict=True)]
-                packed = max(read, key=lambda pair: (not pair[0].is_constant, pair[0].aval.size), default=None)
+                packed = max(read, key=lambda found: (not found[0].is_constant, found[0].aval.size), default=None)
             functions = _nested_functions(e)
             function = functions[-1]
             if isinstance(function, ReportMark):
@@ -215,8 +218,8 @@ class Program:
             for i in carried:  # the scan computes it
                 inputs[i] = _new_source(body.invars[i], *equations)
             found.append(self._sources(body, inputs, equations, body.outvars))
+        is_saved = lambda x: any(note.layer for note in x.notes)
         for i, branches in enumerate(zip(*found, strict=True)):
-            is_saved = lambda x: any(note.layer for note in x.notes)
             first, *rest = sorted(branches, key=lambda x: (not is_saved(x), x.is_placeholder))
             n_parts = e.params["length"] if e.primitive.name == "scan" and i >= len(carried) else 1
             yield first._replace(
@@ -279,7 +282,7 @@ def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tu
     found: dict[Any, tuple[str, tuple[Any, ...]]] = {}
     for equation in jaxpr.eqns:
         inner, source, name = inner_jaxprs(equation.params), equation.source_info, name_of_equation(equation)
-        # All equations of a function that JAX inlines have one traceback. So have the sum and the move of a softmax.
+        # Equations of a function that JAX inlines have one traceback. The last one names it, but a move does not.
         is_move = FACTS[equation.primitive.name].is_move
         if source.traceback is not None and not (is_move and source.traceback in found):
             found[source.traceback] = name, around
@@ -290,5 +293,5 @@ def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tu
                     # JAX traces a function once for several calls, perhaps from different functions.
                     known = found.get(traceback, ("", sources))[1]
                     is_same = len(known) == len(sources) and not any(map(frames_between, known, sources))
-                    found[traceback] = inner_name, sources if is_same else ()
+                    found[traceback] = inner_name, (sources if is_same else ())
     return found

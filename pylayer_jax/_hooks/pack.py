@@ -54,7 +54,7 @@ _NOT_OF_USER: Final = (f"{Path(__file__).parents[1]}{os.sep}", "site-packages", 
 class Place(enum.Enum):
     """Where an operand of a block, of a decorated function or of a body in it comes from."""
 
-    CONSTANT = enum.auto()
+    CONSTANT = enum.auto()  # a concrete array in staged code, or a number
     OUTSIDE = enum.auto()
     LENT = enum.auto()  # the function around a body computes it, and may pack it
     COMPUTED = enum.auto()  # the block computes it; or a loop carries it, or a shard_map gets it from such code
@@ -69,7 +69,7 @@ class Origin:
     name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
     # JAX's source information of the equations that lead to the tensor, outermost first
     sources: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    entry: Any = dataclasses.field(default=None, repr=False, compare=False)  # that of the decorated call
+    entry: Any = dataclasses.field(default=None, repr=False, compare=False)  # of the decorated call
 
     # Other branches of a `cond` may compute the tensor: JAX keeps one array for all of them.
     others: tuple[Origin, ...] = dataclasses.field(default=(), repr=False, compare=False)
@@ -104,10 +104,10 @@ class Step(NamedTuple):
     host: bool = False
     differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
     only: Callable[[Any, Origin], Any] | None = None  # the step does not pack an array for which `only` is False
-    takes: Callable[[Any], bool] | None = None  # whether it packs a tensor, beside all that a previous step made
+    takes: Callable[[Any], bool] | None = None  # whether it packs a saved tensor; not for what a previous step made
     is_in_host_memory: bool = False  # so that no step can follow, as after one with `host`
     name: str = ""  # the name of a step of a chain, for messages
-    rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array -> the error of its packed form
+    rounding: Callable[[Any], Rounding] = lambda _: UNKNOWN  # an array or type -> the error of its packed form
     size: Callable[[Any], float] | None = None  # a type -> the bytes that a plan counts for its packed form
 
 
@@ -119,7 +119,7 @@ class Pair:
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
     class_name: str  # for warnings
-    recomputes_elementwise: bool  # beside moves, `neg`, casts that widen and integers, which all pairs recompute
+    recomputes_elementwise: bool  # as well as moves, `neg`, casts that widen and integers, as all pairs do
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
@@ -158,7 +158,8 @@ class Pair:
         return list(dict.fromkeys(only for only in found if only is not None))
 
     def all_steps(self) -> list[Step]:
-        return [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
+        lists = [self.steps] if self.by_name is None else self.by_name.values()
+        return [step for steps in lists for step in steps]
 
     def steps_by_name(self, origin: Origin) -> Sequence[Step]:
         """Return the steps for a tensor; none if a branch of a `cond` that returns it in one array is excluded."""
@@ -178,7 +179,8 @@ class Pair:
 
     def warn_of_unmatched(self) -> None:
         if self.unmatched and any(self.seen.values()):
-            keys, self.unmatched = ", ".join(sorted(map(self._unmatched, self.unmatched))), set[Any]()
+            keys = ", ".join(sorted(map(self._described, self.unmatched)))
+            self.unmatched.clear()
             kept = [name for name, is_kept in self.seen.items() if is_kept]
             self.warn_once(
                 f"no tensor that code in the block keeps for backward has the name {keys}. "
@@ -192,7 +194,7 @@ class Pair:
                     only,
                 )
 
-    def _unmatched(self, key: Any) -> str:
+    def _described(self, key: Any) -> str:
         if key in self.seen:
             otherwise = "; with recompute=False they are packed" if self.recomputes_elementwise else ""
             return f"{key!r} (backward computes such tensors again from others{otherwise})"
@@ -241,7 +243,7 @@ def key_of(value: Any) -> Any:
 # otherwise. tests: hooks/test_orders.py
 
 
-PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
+PACK_SCOPE: Final = "pylayer_jax_pack"  # the named scope for operations of pack hooks in traced code
 
 
 def _restorer(array: Any, unpack: Hook, fill: Callable[..., Any], where: str) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ def has_backward(jaxpr: Any) -> bool:
     return any(is_of_backward(e.source_info) for e in all_equations(jaxpr))
 
 
-def _key_of(e: Any, operands: Sequence[Any]) -> Any:
+def _computation_key(e: Any, operands: Sequence[Any]) -> Any:
     """Return a key of what an equation computes, or None for one that may differ from an equal one."""
     if e.effects or e.primitive.name not in FACTS:
         return None
@@ -131,23 +131,24 @@ class Surroundings(NamedTuple):
     is_in_scan: bool = False
 
 
-# An equation, and the planned functions of its bodies.
-Bodies = tuple[Any, list[Any]]
+PlannedBodies = tuple[Any, list[Any]]  # an equation, and the planned functions of its bodies
 
 
-def prepared(jaxpr: Any, is_outside: Sequence[bool], around: Surroundings, bodies: list[Bodies] | None) -> Any:
+def prepared(jaxpr: Any, is_outside: Sequence[bool], around: Surroundings, bodies: list[PlannedBodies] | None) -> Any:
     """Return a copy that applies rules of users as `UsersRule`s, and bodies as planned functions, added to `bodies`."""
     outside = {*jaxpr.constvars, *select(jaxpr.invars, is_outside)}  # what comes from outside the decorated function
     return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, outside, around, bodies)])
 
 
-def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: list[Bodies] | None) -> list[Any]:
+def _prepared_equation(
+    e: Any, outside: set[Any], around: Surroundings, bodies: list[PlannedBodies] | None
+) -> list[Any]:
     name, params = e.primitive.name, e.params
     inner, is_outside = inner_jaxprs(params), [isinstance(x, Literal) or x in outside for x in e.invars]
     names = _primitives_in(inner[0]) if name == "jit" else frozenset([name])
     if all(is_outside) and all(FACTS[operation].is_view for operation in names - {"jit"}):
         outside.update(e.outvars)
-    if name == "custom_vjp_call":  # a `custom_jvp` compares what it saves in the forward pass
+    if name == "custom_vjp_call":  # not a `custom_jvp`, which compares in the forward pass
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
         return [_application(rule, e, rule.jaxpr.invars, e.outvars)]
     if name == "jit":
@@ -164,8 +165,10 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     if name == "cond" and around.pair.moves_to_host:
         return [e]
     n_before, carried = body_inputs(e)
-    computed = Place.COMPUTED if name == "shard_map" else Place.LENT  # a shard_map packs what it reads, in shards
-    places = [Place.OUTSIDE if x else computed for x in is_outside[n_before:]]
+    place_of_computed = (
+        Place.COMPUTED if name == "shard_map" else Place.LENT
+    )  # a shard_map packs what it reads, in shards
+    places = [Place.OUTSIDE if x else place_of_computed for x in is_outside[n_before:]]
     for i in carried:
         places[i] = Place.COMPUTED
     origin = dataclasses.replace(around.origin, operation=name, sources=(*around.origin.sources, e.source_info))
@@ -206,7 +209,7 @@ def _planned_body(function: Planned) -> Any:
     """Return a jaxpr whose only equation is this function of a body."""
     body = function.jaxpr
     outputs = [Var(v.aval) for v in body.outvars]
-    like = body.eqns[0]  # has the context of the body, as the mesh of a shard_map, but its own scopes
+    like = body.eqns[0]  # has the context of the body, as the mesh of a shard_map, but also scopes, which go
     like = like.replace(source_info=like.source_info.replace(name_stack=type(like.source_info.name_stack)()))
     return body.replace(outvars=outputs, eqns=[_application(function, like, body.invars, outputs)])
 
@@ -263,14 +266,14 @@ class Derivative:
                     if not isinstance(x, Literal):
                         marks.setdefault(x, []).append((mark, mark.original_positions[i]))
                 return operands
-            key = _key_of(e, operands)
+            key = _computation_key(e, operands)
             if key in computed:
                 return computed[key]
             # The jaxpr of a jitted function may be called several times, so its variables are made anew.
             results = [Var(v.aval) for v in e.outvars] if calls else e.outvars
             equations.append(e.replace(invars=operands, outvars=results))
             self.calls_of |= dict.fromkeys(results, calls)
-            # JAX gives derivatives the traceback of their operation. A jitted function of JAX has one traceback.
+            # JAX gives derivatives the traceback of their operation, and all of its own jitted function one traceback.
             operation = tuple(dict.fromkeys([id(x.source_info.traceback) for x in (*calls, e)]))
             self.operation_of |= dict.fromkeys(results, operation)
             if key is not None:
@@ -316,7 +319,7 @@ class Derivative:
             for x in set(variables(atoms)).intersection(residuals):
                 found[x] = found.get(x, frozenset()) | {operation}
         # tests: test_a_layer_that_reads_more_if_a_cotangent_is_missing
-        others = [x for x in residuals if any(mark.is_read_if_missing for mark, _ in self.marks.get(x, ()))]
+        others = [x for x in residuals if any(mark.depends_on_cotangents for mark, _ in self.marks.get(x, ()))]
         return dict.fromkeys(others if len(self.vjp.cotangent_types) > 1 else (), frozenset[Any]()) | found
 
     @functools.cached_property
@@ -332,7 +335,7 @@ class Derivative:
         return [self.readers.keys() & read for read in (first, *others)]
 
     def backward(self, used: Sequence[bool]) -> Pass:
-        """Return the pass for the values that have a tangent, and of these for those that have a cotangent."""
+        """`used`: which of the values with a tangent have a cotangent."""
         if (key := tuple(used)) in self._passes:
             return self._passes[key]
         n = len(self.residuals)
@@ -400,7 +403,7 @@ class Plan:
         places: Sequence[Place],
         name: str,
         origin: Callable[[Any], Origin],
-        bodies: Sequence[Bodies],
+        bodies: Sequence[PlannedBodies],
     ) -> None:
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         pair = self.pair = around.pair
@@ -414,7 +417,7 @@ class Plan:
         self._actions: dict[Any, list[Action]] = {}  # of a backward pass, by its cotangents
         self._keepings: dict[Any, Keeping] = {}  # by variable or, if the pair does not choose tensors, by type
         self._constants = {v for v, place in place_of.items() if place is Place.CONSTANT}
-        for e in forward.eqns:  # random numbers have no operand, and are no constants
+        for e in forward.eqns:  # not random seeds, which have no operand either
             if FACTS[e.primitive.name].recomputed and self._constants.issuperset(variables(e.invars)):
                 self._constants.update(e.outvars)
         lent = {v for v in never_packed if place_of[v] is Place.LENT}
@@ -459,8 +462,8 @@ class Plan:
             for x in variables(e.invars) if FACTS[e.primitive.name].needs_exact else ():
                 if x in residuals:
                     fix(x, True)
+        # Here `only` chooses what is computed again.
         if self.pair.only is not None and (self.pair.limit is not None or not self.pair.all_steps()):
-            # It chooses what is computed again.
             asked = [v for v in residuals if v not in never_packed]
             found |= {v: as_it_is(v) for v in asked if not self._asked(v, is_selected, self.pair.only)}
         return found | {v: as_it_is(v) for v in self.held}
@@ -493,8 +496,9 @@ class Plan:
         key = (v.aval.shape, v.aval.dtype) if not self.pair.is_selective else v
         if key not in self._keepings:
             steps = self._asked(v, steps_for, self.pair)
-            sizes = [step.size for step in steps if step.size and all(isinstance(n, int) for n in v.aval.shape)]
-            size = sizes[0](v.aval) if sizes else n_bytes(v.aval)  # `jax.export` makes symbolic lengths
+            is_known = all(isinstance(n, int) for n in v.aval.shape)  # `jax.export` makes symbolic lengths
+            size_of = next((step.size for step in steps if step.size and is_known), n_bytes)
+            size = size_of(v.aval)
             self._keepings[key] = Keeping(steps, roundings_of(steps, v.aval), size)
         return self._keepings[key]
 
@@ -560,7 +564,7 @@ class Plan:
     def run_forward(self, primals: Sequence[Any]) -> tuple[Values, list[Any], list[Any]]:
         """Return the values; the residuals, packed; and further residuals."""
         derivative = self.derivative
-        is_checked = is_reported.value or is_nan_reported()
+        keeps_all = is_reported.value or is_nan_reported()
         values = {**derivative.constants, **dict(zip(derivative.inputs, primals, strict=True))}
         residual_of: dict[Any, Any] = {}
         for action in self._forward_actions:
@@ -575,11 +579,11 @@ class Plan:
                     packed = pack_tensor(self.pair, self.graph.keeping(v).steps, x, self.where(v), self.origin(v))
                     (values[v],), (residual_of[v],) = behind_barrier([x], [packed])
             derivative.evaluate(action.code, values)
-            for v in () if is_checked else action.dropped:
+            for v in () if keeps_all else action.dropped:
                 values.pop(v, None)
         residual_of |= {v: values[v] for v in self.residual_variables if v not in self._packed}
         outputs = [v.val if isinstance(v, Literal) else values[v] for v in derivative.outputs]
-        further = self._further_residuals(values) if is_checked else []
+        further = self._further_residuals(values) if keeps_all else []
         is_program = any(map(is_staged, (*primals, *residual_of.values())))
         self.pair.n_recomputed[is_program] += len(self._made_residuals)
         return outputs, [residual_of[v] for v in self.residual_variables], further
@@ -597,7 +601,7 @@ class Plan:
         return with_lifetimes([*actions, Action((), replaced, jaxpr_of(equations))], returned)
 
     def _further_residuals(self, values: dict[Any, Any]) -> list[Any]:
-        """Return residuals that only the report and JAX's check for NaN read, which looks at results of programs."""
+        """Return residuals for the report and for JAX's check for NaN, which sees only results of programs."""
         jaxpr = self.derivative.forward
         again = [v for v in self._made_residuals if v.aval.shape]
         missing = [e for e in live_equations(jaxpr, again) if not all(v in values for v in e.outvars)]
@@ -669,8 +673,8 @@ class Plan:
                 read_anew = {v for v in residuals if v in self.graph.free or v in self.small}
                 for x in again:
                     operands = variables(x.invars)
-                    is_passing = FACTS[x.primitive.name].is_view or self.small.issuperset(x.outvars)
-                    if is_passing and operands and read_anew.issuperset(operands):
+                    is_cheap = FACTS[x.primitive.name].is_view or self.small.issuperset(x.outvars)
+                    if is_cheap and operands and read_anew.issuperset(operands):
                         read_anew.update(x.outvars)
                 known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
             equations += [e] if e else []
@@ -686,10 +690,10 @@ class Plan:
         found, equations = list[Any](), list[Any]()
         # A cotangent may be the broadcast of a number, or of that of a mean.
         # tests: test_the_cotangent_of_a_sum_or_a_mean_is_not_written_out
-        for v in cotangents:
-            smallest, chain, n = v, list[Any](), 0
+        for cotangent in cotangents:
+            smallest, v, chain, n = cotangent, cotangent, list[Any](), 0
             while (e := backward.maker.get(v)) and FACTS[e.primitive.name].recomputed:
-                (*others, v) = sorted(variables(e.invars), key=backward.dependent.__contains__)  # noqa: PLW2901
+                (*others, v) = sorted(variables(e.invars), key=backward.dependent.__contains__)  # it is the last
                 if any([x.aval.shape or x not in known for x in others]):  # noqa: C419 - a list is faster
                     break
                 chain.append(e)
@@ -737,8 +741,8 @@ class Planned(HookedFunction):
             return plan_at(self.around)
         if limit is None:
             plan = plan_at(self.around)
-            is_idle = self.around.origin.entry is not None and not (plan.kept or plan.made)
-            if is_idle and "remat2" in _primitives_in(self.jaxpr):
+            is_decorated = self.around.origin.entry is not None
+            if is_decorated and not (plan.kept or plan.made) and "remat2" in _primitives_in(self.jaxpr):
                 pair.warn_once(
                     f"there is nothing to pack in {self.name}: jax.checkpoint computes all that backward "
                     "needs again. Apply jax.checkpoint to parts of the function, or only the hooks."
@@ -748,7 +752,7 @@ class Planned(HookedFunction):
         key = self.name, *nonzero, *[(e.primitive, *[v.aval for v in e.outvars]) for e in self.jaxpr.eqns]
         terms, kept_before = pair.terms_of.get(key, (None, None))
         plan = plan_at(self.around._replace(terms=terms))
-        if limit < plan.kept_bytes() != kept_before:
+        if plan.kept_bytes() > limit and plan.kept_bytes() != kept_before:
             found = [self._within(limit, shares, plan, plan_at) for shares in (False, True)]
             least = min(map(Plan.kept_bytes, found))
             plan = min([plan for plan in found if plan.kept_bytes() <= max(least, limit)], key=Plan.peak_bytes)
@@ -774,7 +778,7 @@ class Planned(HookedFunction):
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         is_outside = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
-        bodies = list[Bodies]()
+        bodies = list[PlannedBodies]()
         code = prepared(self.jaxpr, is_outside, around, bodies if plans_bodies else None)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin: Callable[[Any], Origin] = lambda _: Origin()
@@ -802,14 +806,15 @@ class Planned(HookedFunction):
                 self._plans[key] = self._new_plan(nonzero, plan_at)
             plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
-        # A decorated function around this one may pack the free inputs, or compute them again.
+        # A decorated function around this one may pack the free inputs, or compute them again: it learns how this one
+        # reads them.
         is_nested = active.value is PLANNED and not self.is_body
         for i, v in enumerate(plan.residual_variables if is_nested else ()):
             if not is_tracer(residuals[i]):
                 continue
             own_type = [typeof(residuals[i])]
             if saved := plan.marks_of_input(v, SavedByRule):
-                flags = [any(x.is_exact for x in saved), any(x.is_read_if_missing for x in saved)]
+                flags = [any(x.is_exact for x in saved), any(x.depends_on_cotangents for x in saved)]
                 (residuals[i],) = apply(SavedByRule(own_type, "", *flags), [residuals[i]])
             if v in plan.inputs_read_again:
                 (residuals[i],) = apply(ReadAgain(own_type), [residuals[i]])
@@ -837,8 +842,9 @@ class _NothingInlined(PassThroughTrace):
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if primitive.name == "jit" and not is_nan_reported():  # JAX checks each operation outside of jitted functions
-            params, inline = {**params, "inline": _not_inlined()}, params["inline"]
-            if inline != params["inline"]:  # elsewhere JAX inlines it, so take the name that its result has there
+            is_inlined = params["inline"] != _not_inlined()
+            params = {**params, "inline": _not_inlined()}
+            if is_inlined:  # elsewhere, so it takes the name that its result has there
                 equations = params["jaxpr"].eqns
                 computing = [e for e in equations if not FACTS[e.primitive.name].is_move] or equations
                 params["name"] = name_of_equation(computing[-1]) if computing else ""
@@ -856,7 +862,7 @@ def stage_calls(function: Callable[..., tuple[Sequence[Any], Any]], types: Seque
     return stage(run, types, name)
 
 
-def staged(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
+def stage_for_plan(function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str) -> Any:
     """Stage a function for a plan, which packs in place of the hooks around it."""
     with past_blocks(), active(PLANNED):
         return stage_calls(function, types, name)
@@ -881,14 +887,14 @@ def call_planned(function: Callable[..., Any], pair: Pair, args: tuple[Any, ...]
         given = skeleton.fill(tensors)
         outputs, out_skeleton = split(function(*given[0], **given[1]))
         if has_changed((list(tensors), skeleton), split(given)):
-            before, after = ({**dict(enumerate(args)), **kwargs} for args, kwargs in (skeleton.fill(tensors), given))
+            before, after = ({**dict(enumerate(xs)), **named} for xs, named in (skeleton.fill(tensors), given))
             changed = next((name for name in before if has_changed(split(before[name]), split(after[name]))), "")
             raise NotPlannedError(f"it changes its argument {changed} in place")
         return as_arrays(outputs), out_skeleton
 
     name = name_of(function)
     try:
-        jaxpr, consts, out_skeleton = staged(run, [typeof(x) for x in tensors], name)
+        jaxpr, consts, out_skeleton = stage_for_plan(run, [typeof(x) for x in tensors], name)
     except NEEDS_VALUES as error:
         error.add_note(
             f"{name} is decorated with saved-tensor hooks, so it is staged as a whole. Code that needs concrete values "

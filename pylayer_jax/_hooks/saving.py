@@ -3,7 +3,7 @@
     in a decorated function   a plan keeps or packs what a `SavedByRule` marks, and computes it again by moves only
     in a `with` block         each tensor is packed when the layer, or a rule that JAX differentiates now, has run
 
-Rules of users may compare two tensors that they saved, and XLA rounds the same formula differently in another fusion.
+By moves only: rules may compare two tensors that they saved, and XLA rounds a formula differently in another fusion.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 class Mark(Identity):
     """Marks values for a plan."""
 
-    is_read_if_missing = False  # whether backward may read them only if a cotangent is missing
+    depends_on_cotangents = False  # whether backward may read them for some cotangents only
 
 
 class Held(Mark):
     """Marks residuals that a plan leaves as they are: packed by a body or a block in it, or attributes of `ctx`."""
 
-    name, is_read_if_missing = "held", True
+    name, depends_on_cotangents = "held", True
 
 
 class SavedByRule(Mark):
@@ -60,19 +60,19 @@ class SavedByRule(Mark):
 
     name = "saved"
 
-    def __init__(self, types: Sequence[Any], layer: str, is_exact: bool, is_read_if_missing: bool) -> None:
+    def __init__(self, types: Sequence[Any], layer: str, is_exact: bool, depends_on_cotangents: bool) -> None:
         super().__init__(types)
-        self.layer, self.is_exact, self.is_read_if_missing = layer, is_exact, is_read_if_missing
+        self.layer, self.is_exact, self.depends_on_cotangents = layer, is_exact, depends_on_cotangents
 
 
 class ReadAgain(Mark):
-    """Marks what a decorated function within another one computes from again: kept as it is, if it is kept."""
+    """Marks what an inner decorated function computes from again, which is never packed."""
 
     name = "read_again"
 
 
 class Lent(Mark):
-    """Marks what a function computes and bodies in it read: if these leave it, the plan around them keeps it."""
+    """Marks what a function computes and bodies in it read: if these do not pack it, the plan around them keeps it."""
 
     name = "lent"
 
@@ -150,7 +150,7 @@ class Saver:
 
     pair: Pair | None = None  # None in a decorated function, whose plan packs
     layer: str = ""
-    places: Sequence[Place] | None = None  # of the inputs; None there, and in a jit or `jax.vmap` within a block
+    places: Sequence[Place] | None = None  # of the inputs; None where what encloses the rule is planned
     is_exact: bool = False  # whether tensors stay as they are if hooks would round them
 
     def save(
@@ -170,21 +170,22 @@ class Saver:
                 for i, x in enumerate(tensors):
                     if id(x) not in residual_of:
                         where, origin = f"{owner} {i}", Origin(layer=self.layer, name=names[i] if names else "")
-                        residual_of[id(x)] = self._packed(self.pair, x, where, origin)
+                        residual_of[id(x)] = _packed(self.pair, self.is_exact, x, where, origin)
             outputs, bound = behind_barrier(outputs, list(residual_of.values()))
             residual_of = dict(zip(residual_of, bound, strict=True))
             arrays, residuals = numbered([residual_of[id(x)] for x in tensors])
             arrays += largest({id(x): x for x in tensors if isinstance(residual_of[id(x)], Partial)}.values())
             return residuals, held(arrays, inputs), outputs
 
-    def _packed(self, pair: Pair, x: Any, where: str, origin: Origin) -> Any:
-        # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
-        if (not is_tracer(x) and is_staging()) or is_ref(x):
-            return x
-        (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
-        steps = steps_for(pair, array, where, origin)
-        is_left = self.is_exact and roundings_of(steps, array) - {UNKNOWN}  # hooks of users get all that layers save
-        return pack_tensor(pair, () if is_left else steps, array, where, origin)
+
+def _packed(pair: Pair, is_exact: bool, x: Any, where: str, origin: Origin) -> Any:
+    # A program holds its constants anyway, and XLA would evaluate the hooks on them while it compiles.
+    if (not is_tracer(x) and is_staging()) or is_ref(x):
+        return x
+    (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
+    steps = steps_for(pair, array, where, origin)
+    known_roundings = roundings_of(steps, array) - {UNKNOWN}  # hooks of users get all that layers save
+    return pack_tensor(pair, () if is_exact and known_roundings else steps, array, where, origin)
 
 
 def numbered(residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -303,7 +304,7 @@ class Vjp:
             given = apply(_Gate([typeof(x) for x in args], self._note_reached), args)
             values = run(*merge(nonzero, given, primals))
             values = apply(_Gate([typeof(x) for x in values], self._drop_missing), values)
-            # Not those of an outer derivative. tests: test_an_inner_derivative_that_reaches_nothing
+            # Tracers of an outer derivative have no tangent here. tests: test_an_inner_derivative_that_reaches_nothing
             self.nonzero = [is_tracer(x) and x._trace is args[0]._trace for x in values]
             return values
 
@@ -368,4 +369,4 @@ class _Gate(Identity):
         return list(primals), scatter(apply(self.of(list(map(typeof, given)), range(len(given))), given), nonzero)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return self._transpose(self.original_positions, cotangents)
+        return self._transpose(self.original_positions, cotangents)  # positions among those with a tangent

@@ -30,7 +30,7 @@ from pylayer_jax._jax.linearity import why_not_linear
 from pylayer_jax._jax.traces import NEEDS_VALUES, Literal, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key, is_tensor
 from pylayer_jax._messages import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError, plural
-from pylayer_jax._report import type_of
+from pylayer_jax._report import type_text
 
 from ._subject import (
     Arrays,
@@ -546,7 +546,7 @@ def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
 
 def check_eager(subject: Subject) -> Cases:
     yield subject.case(" when it is differentiated", named_outputs(subject.function.run_differentiated()[0]))
-    returned = ", ".join(map(type_of, subject.outputs))
+    returned = ", ".join(map(type_text, subject.outputs))
     return f"returns {returned}; gradients of {', '.join(subject.function.value_names)}"
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from pylayer_jax._jax.jaxprs import all_equations, stage
 from pylayer_jax._jax.traces import is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
-from pylayer_jax._report import function_of, type_of
+from pylayer_jax._report import function_of, type_text
 from pylayer_jax._trees import split
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -224,7 +224,7 @@ def mismatch_of(case: Case) -> MismatchError | None:
     for name, got in case.got.items():
         expected, label = case.expected[name], f"{name}{case.label}"
         if got.shape != expected.shape or got.dtype != expected.dtype:
-            return MismatchError(f"{label} is {type_of(got)}, but {type_of(expected)} {case.source}.")
+            return MismatchError(f"{label} is {type_text(got)}, but {type_text(expected)} {case.source}.")
         got_numbers, numbers = exact(got), exact(expected)
         allowed = case.tolerance(name, np.dtype(int) if is_key(got) else got.dtype, numbers)
         error = np.where(got_numbers == numbers, 0.0, np.abs(got_numbers - numbers))
