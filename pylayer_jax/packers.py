@@ -533,6 +533,18 @@ def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
     return OSError(error.errno, f"save_on_disk could not write {what} ({error.strerror}). {advice}", directory)
 
 
+def _why_not_inside(hooks: Any) -> str:
+    """Return why this cannot be a pair inside another one, or ""."""
+    pair = hooks._pair if isinstance(hooks, saved_tensors_hooks) else None
+    reasons = {
+        "it is no pair of hooks": pair is None,
+        "a by_name gets chains, as in by_name({name: chain(...)})": pair and pair.by_name is not None,
+        "a limit is for a whole function, so decorate the function with this pair alone": pair and pair.limit,
+        "its `only` is for all of its steps, so give it to the outer pair": pair and pair.only,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
 class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Pack tensors with the first pair, pack the results with the second pair, and so on; unpack in reverse order.
 
@@ -567,15 +579,8 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             if not isinstance(hooks, saved_tensors_hooks):
                 hint = " Write it with parentheses." if isinstance(hooks, type) else ""
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {hooks!r}.{hint}")
-            if hooks._pair.by_name is not None:
-                raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
-            if hooks._pair.limit is not None:
-                raise ValueError("chain: a limit is for a whole function. Decorate the function with the pair alone.")
-            if hooks._pair.only is not None:
-                raise ValueError(
-                    f"chain: argument {number}, {hooks!r}, has a predicate for all its steps. Give it to the "
-                    "outer chain; of a chain, pass the pairs one by one."
-                )
+            if reason := _why_not_inside(hooks):
+                raise ValueError(f"chain: argument {number}, {hooks!r}, cannot be in a chain: {reason}.")
             if steps and (steps[-1].host or steps[-1].is_in_host_memory):
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
@@ -624,12 +629,11 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         if not isinstance(given, Mapping) or not given:
             raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
         for key, hooks in given.items():
-            pair = hooks._pair if isinstance(hooks, saved_tensors_hooks) else None
-            is_pair = pair is not None and pair.by_name is None and pair.only is None and pair.limit is None
-            if not (key is ... or isinstance(key, str)) or not (hooks is None or is_pair):
+            reason = "" if hooks is None else _why_not_inside(hooks)
+            if reason or not (key is ... or isinstance(key, str)):
                 raise TypeError(
-                    "by_name: expected a name or the Ellipsis `...`, with a pair of hooks (no by_name, no limit, no "
-                    f"chain with only=) or None; got {key!r}: {hooks!r}."
+                    "by_name: expected a name or the Ellipsis `...`, with a pair of hooks or None; got "
+                    f"{key!r}: {hooks!r}{reason and f' ({reason})'}."
                 )
         self._made_with = ((dict(pairs),), {})  # a later change of the caller's dict does not change `repr` and copies
         pair_of = {key: None if hooks is None else hooks._pair for key, hooks in pairs.items()}

@@ -134,6 +134,6 @@ def active_pair() -> Pair | None:
     if block is None or isinstance(block.value, str):
         return None
     block.check_task()
-    if is_staging():
+    if block.key_of_thread in block and is_staging():
         block.discard(block.key_of_thread)
     return block.value

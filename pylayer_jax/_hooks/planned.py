@@ -379,7 +379,7 @@ class Action(NamedTuple):
 def with_lifetimes(actions: Sequence[Action], returned: Sequence[Any]) -> list[Action]:
     """Return the actions, each of which drops what is not read later."""
     live, found = set(variables(returned)), list[Action]()
-    for action in reversed(actions):
+    for action in reversed([x for x in actions if x.restored or x.replaced or x.code.eqns]):
         code, given = action.code, {*action.restored, *action.replaced}
         dropped = given.union(code.invars, code.outvars) - live
         code = code.replace(outvars=[v for v in code.outvars if v in live])
@@ -497,8 +497,8 @@ class Plan:
         if key not in self._keepings:
             steps = self._asked(v, steps_for, self.pair)
             is_known = all(isinstance(n, int) for n in v.aval.shape)  # `jax.export` makes symbolic lengths
-            size_of = next((step.size for step in steps if step.size and is_known), n_bytes)
-            size = size_of(v.aval)
+            sizes = [step.size for step in steps if step.size and is_known]
+            size = sizes[0](v.aval) if sizes else n_bytes(v.aval)
             self._keepings[key] = Keeping(steps, roundings_of(steps, v.aval), size)
         return self._keepings[key]
 

@@ -184,8 +184,8 @@ def _packed(pair: Pair, is_exact: bool, x: Any, where: str, origin: Origin) -> A
         return x
     (array,) = as_arrays([x])  # `jax.grad(f)(2.0)` passes a Python number in place of an array
     steps = steps_for(pair, array, where, origin)
-    known_roundings = roundings_of(steps, array) - {UNKNOWN}  # hooks of users get all that layers save
-    return pack_tensor(pair, () if is_exact and known_roundings else steps, array, where, origin)
+    is_left = is_exact and bool(roundings_of(steps, array) - {UNKNOWN})  # hooks of users get all that layers save
+    return pack_tensor(pair, () if is_left else steps, array, where, origin)
 
 
 def numbered(residuals: Sequence[Any]) -> tuple[list[Any], list[Any]]:
