@@ -118,18 +118,20 @@ def test_each_device_keeps_its_share(kind, transform):
 
 
 @EAGER_AND_JIT
-def test_in_a_shard_map_weights_stay_as_they_are(mode):
+@pytest.mark.parametrize("order", [1, -1], ids=["inside", "around"])
+def test_in_a_shard_map_weights_stay_as_they_are(mode, order):
     seen = []
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     pair = quantize_saved(8, only=lambda x: seen.append(x.shape) or True)
     w, x = random(mesh, (32, 32)), random(mesh, (16, 32), "data", seed=1)
 
     def loss_with(decorate):
-        loss = decorate(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+        inside, around = (decorate, lambda f: f)[::order]
+        loss = inside(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
         mapped = jax.shard_map(
             lambda w, x: jax.lax.pmean(loss(w, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
         )
-        return mode(jax.grad(mapped))(w, x)
+        return mode(jax.grad(around(lambda w, x: mapped(jnp.swapaxes(w, 0, 1), x)), (0, 1)))(w, x)[0]
 
     got, expected = loss_with(pair), loss_with(lambda f: f)
     assert seen

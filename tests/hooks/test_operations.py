@@ -62,6 +62,7 @@ OPERATIONS = {
     "random": lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
     "conjugate gradients": lambda x: jax.scipy.sparse.linalg.cg(x @ x.T + jnp.eye(4), x[0])[0],
     "complex": lambda x: jnp.abs(jnp.exp(lax.complex(jnp.zeros_like(x), x)) * lax.complex(x, x)),
+    "numpy": lambda x: x * lax.convert_element_type(np.ones((4, 4), np.float32), jnp.float32).at[0].set(3.0),
     "ref": through_a_ref,
     "optimization_barrier": lambda x: jnp.sin(lax.optimization_barrier(x)),
 }
