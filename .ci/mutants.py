@@ -101,8 +101,9 @@ def mutant(source: str, number: int, change: Callable[[Any], ast.AST]) -> tuple[
 
 def run_tests(folder: pathlib.Path, path: pathlib.Path, timeout: float) -> str:
     tests = sorted(TESTS, key=lambda name: f"_{name}" not in path.parts)  # of a module in `_hooks`, tests/hooks first
+    named = [str(file.relative_to(folder)) for file in folder.glob(f"tests/*/test_{path.stem.strip('_')}.py")]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", MARKERS]
-    command += [f"tests/{name}" for name in tests]
+    command += [*named, *[f"tests/{name}" for name in tests]]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
