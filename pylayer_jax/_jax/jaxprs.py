@@ -207,7 +207,7 @@ def equations_to(
     for equation in reversed(jaxpr.eqns):
         # An equation may write to a `jax.Ref`, so it is also kept if a later kept equation reads one of its Refs.
         refs = [v for v in equation.invars if isinstance(v.aval, AbstractRef)]
-        is_read = read.intersection((*equation.outvars, *refs)) - known
+        is_read = read.intersection(equation.outvars) - known or read.intersection(refs)
         if is_read or (keeps_effects and equation.effects):
             equations.append(equation)
             read.update(variables(equation.invars))
