@@ -105,7 +105,7 @@ def _product(equation: Any, operands: list[Kind]) -> Kind:
     if ZERO in factors and all(k in _KNOWN for k in factors):
         return ZERO
     both = factors == [LINEAR, LINEAR]
-    return _combine(factors, f"{equation.primitive.name!r} of two terms that depend on them" if both else LINEAR)
+    return _combine(operands, f"{equation.primitive.name!r} of two terms that depend on them" if both else LINEAR)
 
 
 def _linear_in(positions: Sequence[int], equation: Any, operands: list[Kind]) -> Kind:
