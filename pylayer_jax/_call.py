@@ -17,7 +17,7 @@ from ._arguments import Arguments, match_gradients, match_tangents
 from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, SavedContext, backward_context, keep
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
-from ._jax.types import as_array, has_tangent, is_array, is_tensor, tangent_type, zeros_of
+from ._jax.types import has_tangent, is_array, is_tensor, number_as, tangent_type, zeros_of
 from ._messages import add_note, closed_over, describe, innermost, noting, plural
 from ._trees import Skeleton, contains, split
 
@@ -152,7 +152,7 @@ class LayerCall:
         """Run `backward`, and return one gradient per tensor of the call. `residual` reads one by its index."""
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         rows = zip(cotangents, outputs.types, outputs.has_tangent, strict=True)
-        cotangents = [as_array(c, t) if can_have_one else None for c, t, can_have_one in rows]
+        cotangents = [number_as(c, t) if can_have_one else None for c, t, can_have_one in rows]
         if all(c is None for c in cotangents):
             return [None] * len(arguments.types)
         ctx = self._backward_context(kept, residual, needs)
@@ -190,7 +190,7 @@ class LayerCall:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
         ctx = self._backward_context(kept, residual, needs, for_jvp=True)
         full = [
-            zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and kept.materialize else as_array(t, a)
+            zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and kept.materialize else number_as(t, a)
             for t, a in zip(tangents, self.arguments.types, strict=True)
         ]
         with noting(self.name, "jvp"), self.scope("jvp", is_staging()):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.jaxprs import body_inputs, frames_between, inner_jaxprs, interpret, is_users, shapes_of, stage
+from pylayer_jax._jax.jaxprs import body_inputs, frames_between, inner_jaxprs, interpret, is_user_code, shapes_of, stage
 from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, Values, apply, payload_of, rule_function_p
 from pylayer_jax._jax.traces import Literal
 from pylayer_jax._jax.transparency import Identity, PartialFunction
@@ -272,7 +272,7 @@ class Program:
 def name_of_equation(equation: Any) -> str:
     """Return the name of a jitted function of JAX, or of a primitive; "" for other functions and loops."""
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
-    if name == "jit" and not is_users(*inner):
+    if name == "jit" and not is_user_code(*inner):
         return equation.params["name"]
     return "" if inner else name
 

@@ -27,7 +27,7 @@ from pylayer_jax._jax.jaxprs import (
     equations_to,
     inner_jaxprs,
     interpret_opened,
-    is_users,
+    is_user_code,
     jaxpr_of,
     line_of,
     operations,
@@ -153,7 +153,7 @@ def _prepared_equation(
         return [_application(rule, e, rule.jaxpr.invars, e.outvars)]
     if name == "jit":
         (code,) = inner
-        has_rules = "custom_vjp_call" in names and is_users(code)
+        has_rules = "custom_vjp_call" in names and is_user_code(code)
         if not has_rules and (bodies is None or names.isdisjoint(BODIES)):
             return [e]
         # Calls of one jitted function share its equations, but each keeps its own residuals, so it gets a copy.

@@ -32,18 +32,18 @@ class HostFunction(NamedTuple):
     """A function of NumPy arrays that returns a list of NumPy arrays."""
 
     name: str
-    run: Callable[..., Sequence[Any]]
+    on_host: Callable[..., Sequence[Any]]
     results: Sequence[Any]  # the types of the results
     no_derivative: str  # the message of the error that a derivative raises
     has_x64: bool  # `jax_enable_x64` where the call is traced; where JAX lowers it, the flag may differ
     effects: Any = frozenset()  # of a hook; a layer's methods have none, so JAX may drop or repeat their calls
-    takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them
-    without_last: Callable[..., Sequence[Any]] | None = None  # a `run` for code that does not read the last result
+    takes_batches: bool = False  # whether `on_host` takes arrays with batch axes in front, as `jax.vmap` makes them
+    without_last: Callable[..., Sequence[Any]] | None = None  # an `on_host` for code that does not read the last result
 
-    def evaluate_rule(self, *args: Any) -> list[Any]:
+    def run(self, *args: Any) -> list[Any]:
         with jax.enable_x64(self.has_x64):
             # JAX passes some constants as NumPy numbers whose dtype no JAX array has.
-            return as_arrays(self.run(*(np.array(jnp.asarray(x)) for x in args)))
+            return as_arrays(self.on_host(*(np.array(jnp.asarray(x)) for x in args)))
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
         module = context.module_context
@@ -82,28 +82,27 @@ class HostFunction(NamedTuple):
 
         # JAX keeps the compiled program of an eager `jax.lax.map` forever, with all objects that the function holds. It
         # deletes the program of a jitted function together with the function.
-        if is_staging() or not axis.size:
-            values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
-        else:
+        if axis.size and not is_staging():
             results = [one([x[i] for x in batches]) for i in range(axis.size)]
             values = [jnp.stack(column) for column in zip(*results, strict=True)]
+        else:
+            values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
         return values, [0] * len(values)
 
 
 def _by_jax_callback(function: HostFunction, *args: Any) -> list[Any]:
     results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in function.results]
-    return (io_callback if function.effects else jax.pure_callback)(function.run, results, *args)
+    return (io_callback if function.effects else jax.pure_callback)(function.on_host, results, *args)
 
 
 def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
     dtypes = [x.dtype for x in args]
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
-        # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A host layer,
-        # whose `HostFunction` has no effects, copies its inputs itself.
+        # A hook, which has effects, may keep its arrays, but XLA reuses the buffers after the call. A layer copies.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
-        for out, value in zip(outs, function.run(*arrays), strict=True):
+        for out, value in zip(outs, function.on_host(*arrays), strict=True):
             np.asarray(out)[...] = value
 
     # XLA may remove an unused call of a pack hook, as it should: see NOTE [held objects] in `_hooks/host.py`.
@@ -149,7 +148,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     function = payload_of(equation)
     is_read = any(used) or bool(function.effects)
     if is_read and function.without_last is not None and not used[-1]:
-        shorter = function._replace(run=function.without_last, results=function.results[:-1], without_last=None)
+        shorter = function._replace(on_host=function.without_last, results=function.results[:-1], without_last=None)
         equation = equation.replace(params=host_call_p.params_of(shorter), outvars=equation.outvars[:-1])
     return [is_read] * len(equation.invars), equation if is_read else None
 

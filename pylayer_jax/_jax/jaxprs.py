@@ -16,7 +16,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
 import jax
@@ -71,8 +71,8 @@ def stage(
     debug = DebugInfo("pylayer_jax", name, tuple(arg_names) or None, None)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrap_init(outputs_of, debug_info=debug), list(types))
     if jaxpr.constvars:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
-        unnamed = debug._replace(arg_names=None)
-        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=unnamed)
+        invars = [*jaxpr.constvars, *jaxpr.invars]
+        jaxpr = jaxpr.replace(constvars=(), invars=invars, debug_info=debug._replace(arg_names=None))
     return jaxpr, list(consts), second
 
 
@@ -141,7 +141,7 @@ def operations(jaxpr: Any) -> list[str]:
     return [e.primitive.name for e in all_equations(jaxpr)]
 
 
-def is_users(jaxpr: Any) -> bool:
+def is_user_code(jaxpr: Any) -> bool:
     """Return whether the user's code defines a jaxpr: JAX's own functions have no source lines."""
     return any(summarize(e.source_info) for e in all_equations(jaxpr))
 
@@ -251,16 +251,16 @@ def interpret_opened(
     `rule` also gets the calls around an equation. The arrays that jitted functions close over are added to `constants`,
     by variable.
     """
-    is_users_of = functools.cache(is_users)
+    is_user_code_cached = functools.cache(is_user_code)
 
     def opened(code: Any, known: Mapping[Any, Any], calls: tuple[Any, ...]) -> list[Any]:
         outer = calls[-1].source_info if calls else None
-        is_of_user = outer is None or is_users_of(code)
+        shows_own_lines = outer is None or is_user_code_cached(code)
 
         def rule_or_call(equation: Any, operands: list[Any]) -> Sequence[Any]:
             source, params = equation.source_info, equation.params
             if outer is not None:
-                traceback = source.traceback if is_of_user else outer.traceback
+                traceback = source.traceback if shows_own_lines else outer.traceback
                 source = source.replace(name_stack=outer.name_stack + source.name_stack, traceback=traceback)
                 equation = equation.replace(source_info=source)
             if equation.primitive.name == "jit" and is_inlinable(params):
@@ -354,6 +354,5 @@ def line_of(sources: Sequence[Any]) -> str:
     """Return the innermost line of user code, such as `model.py:12`, or "". The outermost source comes first."""
     frames = [frame for source in reversed(sources) for frame in reversed(_frames(source))]
     own = [f for f in frames if "site-packages" not in f["file"] and "dist-packages" not in f["file"]]
-    for frame in (own or frames)[:1]:
-        return f"{frame['file'].replace(chr(92), '/').rpartition('/')[2]}:{frame['line']}"
-    return ""
+    frame = next(iter(own or frames), None)
+    return f"{PureWindowsPath(frame['file']).name}:{frame['line']}" if frame else ""

@@ -36,12 +36,12 @@ class NotLinearError(TypeError):
     """Error for a function that has to be transposed but is not linear, or that JAX cannot transpose."""
 
 
-def why_not_linear(jaxpr: Any, is_input: Sequence[bool], values: Sequence[Any]) -> str:
-    """Return why a jaxpr may be nonlinear where `is_input`, or "" after a proof. `values`: of the first inputs."""
+def why_not_linear(jaxpr: Any, is_input: Sequence[bool], first_values: Sequence[Any]) -> str:
+    """Return why a jaxpr may be nonlinear where `is_input`, or "" after a proof."""
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
-    if found and any(map(_is_zero, values)):  # read values only if the proof needs them
-        kinds[: len(values)] = [ZERO if _is_zero(c) else k for c, k in zip(values, kinds, strict=False)]
+    if found and any(map(_is_zero, first_values)):  # read values only if the proof needs them
+        kinds[: len(first_values)] = [ZERO if _is_zero(c) else k for c, k in zip(first_values, kinds, strict=False)]
         found = _why(evaluate_kinds(jaxpr, kinds))
     return found
 

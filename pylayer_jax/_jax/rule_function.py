@@ -72,7 +72,7 @@ class ObjectPrimitive(Primitive):
 
     The rules of the primitive are methods of the payload:
 
-        evaluate_rule(*args) -> values                          jvp_rule(primals, tangents) -> values, tangents
+        run(*args) -> values                                    jvp_rule(primals, tangents) -> values, tangents
         lower_rule(context, *args) -> values of MLIR            transpose_rule(args, cotangents) -> cotangents
         abstract_rule() -> types of the values, effects         batch_rule(axis, args, dims) -> values, dims
 
@@ -110,7 +110,7 @@ class ObjectPrimitive(Primitive):
                 return values, [None] * len(values)
             return payload_at(payload).batch_rule(axis, args, dims)
 
-        evaluate = lambda *args, payload, **_: payload_at(payload).evaluate_rule(*args)
+        evaluate = lambda *args, payload, **_: payload_at(payload).run(*args)
         lower = lambda context, *args, payload, **_: payload_at(payload).lower_rule(context, *args)
         named_rule: Any = jvp
         named_rule.__fun_debug_info__ = NO_DEBUG_INFO  # see NOTE [names made once] in `_layer_rule.py`
@@ -136,7 +136,7 @@ class ObjectPrimitive(Primitive):
         holder = _PayloadHolder("pylayer_jax", "payload", None, None)
         holder.payload = payload
         key = Jaxpr((), (), (), (), debug_info=holder)
-        jaxpr = None if getattr(payload, "is_opaque", False) else getattr(payload, "jaxpr", None)
+        jaxpr = getattr(payload, "searched_jaxpr", getattr(payload, "jaxpr", None))
         return {"payload": ((key,),), "name": payload.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
 
 
@@ -228,9 +228,6 @@ class RuleFunction:
 
         return run
 
-    def evaluate_rule(self, *args: Any) -> Values:
-        return self.run(*args)
-
     def lower_rule(self, context: Any, *args: Any) -> Any:
         return lower_jaxpr(context, self.jaxpr, *args)
 
@@ -266,7 +263,7 @@ class BatchedFunction(RuleFunction):
     def run(self, *args: Any) -> Values:
         if self.jaxpr is None:
             return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
-        return evaluate_jaxpr(self.jaxpr, *args)
+        return super().run(*args)
 
     def uses_axis(self) -> bool:
         # An axis may be used although no operand or value is batched, as in `jax.lax.psum` of a shared number. But
@@ -319,11 +316,11 @@ class LinearMap:
         """Map cotangents of the results of `evaluate` to cotangents of `tangents`."""
         raise NotImplementedError
 
-    def evaluate_rule(self, *args: Any) -> Values:
+    def run(self, *args: Any) -> Values:
         return self.evaluate(args[: self.n_residuals], args[self.n_residuals :])
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
-        return mlir.lower_fun(self.evaluate_rule, multiple_results=True)(context, *args)
+        return mlir.lower_fun(self.run, multiple_results=True)(context, *args)
 
     def abstract_rule(self) -> tuple[list[Any], Any]:
         return list(self.types), frozenset()
@@ -334,7 +331,7 @@ class LinearMap:
         if any(nonzero[:n]):
 
             def evaluate(*moving: Any) -> Values:
-                return self.evaluate_rule(*merge(nonzero, moving, primals))
+                return self.run(*merge(nonzero, moving, primals))
 
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
         # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.

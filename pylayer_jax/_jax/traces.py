@@ -192,7 +192,7 @@ class PassThroughTrace:
         return getattr(self.parent_trace, name)
 
 
-_OTHER_TRACES: Final = (EVAL_TRACE, BATCHED.trace, PARTIAL.trace, PassThroughTrace)
+_NEUTRAL_TRACES: Final = (EVAL_TRACE, BATCHED.trace, PARTIAL.trace, PassThroughTrace)
 
 
 def without_pass_through(trace: Any) -> Any:
@@ -231,18 +231,17 @@ class TraceState:
                 modes.append(FORWARD if isinstance(trace, FORWARD.trace) else REVERSE)
                 if not self.is_staged:
                     self.differentiations.append(trace)
-            elif not self.is_staged and not isinstance(trace, _OTHER_TRACES):
+            elif not self.is_staged and not isinstance(trace, _NEUTRAL_TRACES):
                 self.has_unknown_trace = True
         self.is_differentiated = bool(modes)
         self.is_forward_over_reverse = modes[:1] == [REVERSE] and FORWARD in modes  # as for jvp(grad(f))
         self.is_forward_mode = bool(self.differentiations) and modes[0] is FORWARD
 
-    def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
+    def is_deferred(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
-        if not self.is_staged:
-            return False
-        traces = [whole_batch(x)._trace for x in values if is_differentiated(x)]
-        return not any([trace is t for trace in traces for t in self.differentiations])  # noqa: C419
+        return self.is_staged and not any(
+            [whole_batch(x)._trace is t for x in values if is_differentiated(x) for t in self.differentiations]  # noqa: C419
+        )
 
 
 def is_active(tracer: Any) -> bool:

@@ -161,7 +161,7 @@ class Identity(RuleFunction):
     """A function that returns its operands, and affects only how JAX or XLA transforms code."""
 
     # JAX searches the jaxprs in parameters several times while it lowers a program. To save time, this one has none.
-    is_opaque = True
+    searched_jaxpr = None
 
     def __init__(self, types: Sequence[Any]) -> None:
         self.jaxpr = _identity_jaxpr(self.name, tuple(types))
@@ -202,8 +202,8 @@ class Barrier(Identity):
 
 @functools.lru_cache(maxsize=1024)
 def _lowered_barrier(types: tuple[Any, ...]) -> Any:
-    # In jax 0.10, all results of a barrier vary if an operand does, so types do not tell that here, and the jaxpr of a
-    # `Barrier` has no barrier. tests: devices/test_shard_map.py
+    # In jax 0.10, all results of a barrier vary if an operand does, so the types here have no varying axes, and the
+    # jaxpr of a `Barrier` has no barrier. tests: devices/test_shard_map.py
     types = tuple([ShapedArray(t.shape, t.dtype, sharding=t.sharding) for t in types])
     return stage(lambda *xs: (jax.lax.optimization_barrier(xs), None), types, "barrier")[0]
 
@@ -227,8 +227,7 @@ class Guard(Identity):
 
 def barrier(values: Sequence[Any], waits: bool = False) -> Values:
     # `jax.lax.optimization_barrier` will not do: in jax 0.10, its JVP rule puts the tangents behind a barrier too, and
-    # makes arrays of zeros for those that are zero. Without `waits`, JAX may drop values that are not used afterwards.
-    # tests: hooks/test_recompute.py::test_memory_of_a_compiled_gradient
+    # makes arrays of zeros for those that are zero. tests: hooks/test_recompute.py::test_memory_of_a_compiled_gradient
     return apply((WaitingBarrier if waits else Barrier)([typeof(x) for x in values]), values)
 
 
@@ -246,7 +245,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     if not isinstance(function, Identity) or all(known) or not any(known):
         return trace.default_process_primitive(rule_function_p, tracers, params)
     unknown = [not is_known for is_known in known]
-    # A known operand gets a mark too. tests: hooks/test_nesting.py::test_a_plan_leaves_what_a_scan_packs_once
+    # Known operands pass through it too. tests: hooks/test_nesting.py::test_a_plan_leaves_what_a_scan_packs_once
     with set_current_trace(trace):
         parts = [apply(function.without_unused(x)[0], select(tracers, x)) for x in (known, unknown)]
     return merge(known, parts[0], scatter(parts[1], unknown))

@@ -104,21 +104,21 @@ def full_cotangent(cotangent: Any, aval: Any) -> Any:
     return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
 
 
-def as_array(value: Any, aval: Any) -> Any:
+def number_as(value: Any, aval: Any) -> Any:
     """Convert a Python number, which a vjp function passes to the bwd rule as it is, to the dtype of `aval`."""
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    return [x if isinstance(x, (Tracer, jax.Array, jax.Ref)) else _from_numpy(x) for x in tensors]
+    return [x if isinstance(x, (Tracer, jax.Array, jax.Ref)) else _as_jax_array(x) for x in tensors]
 
 
-def _from_numpy(tensor: Any) -> jax.Array:
+def _as_jax_array(value: Any) -> jax.Array:
     # Copy: JAX may still read the array when the caller already changes it. It reads only the native byte order.
-    native = np.asarray(tensor).dtype.newbyteorder("=")
-    array = jnp.asarray(np.array(tensor, native))
+    native = np.asarray(value).dtype.newbyteorder("=")
+    array = jnp.asarray(np.array(value, native))
     # `jax.grad(f)(2.0)` passes a number, whose type is weak. tests: test_a_number_stays_weakly_typed
-    return with_type(array, typeof(tensor)) if isinstance(tensor, (int, float, complex)) else array
+    return with_type(array, typeof(value)) if isinstance(value, (int, float, complex)) else array
 
 
 def batched_type(axis: Any, aval: Any) -> Any:
