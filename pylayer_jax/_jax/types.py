@@ -167,8 +167,8 @@ def shard_counts(value: Any) -> list[int]:
     def count(length: int, axes: Any) -> int:  # `axes` is a mesh axis, a tuple of them, or None
         if axes:
             return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
-        # The compiler may shard an automatic axis over any mesh axis whose size divides its length.
-        return math.lcm(*(size for size in automatic if length % size == 0))
+        # The compiler may shard an automatic axis over several mesh axes. `jax.export` makes symbolic lengths.
+        return math.gcd(length, math.prod(automatic)) if isinstance(length, int) else 1
 
     axes_of = (*sharding.spec, *[None] * (value.ndim - len(sharding.spec)))
     return [count(n, axes) for n, axes in zip(value.shape, axes_of, strict=True)]
