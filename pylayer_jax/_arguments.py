@@ -53,7 +53,7 @@ class Arguments:
     """
 
     layer: str
-    arguments: list[Argument]
+    passed: list[Argument]
     types: list[Any]  # of the tensors
     n_positional: int  # how many arguments the layer's methods get by position
     is_plain: bool  # True in nearly every call: each argument is one tensor, which methods get by position
@@ -78,13 +78,13 @@ class Arguments:
         return Arguments(layer, arguments, types_of(tensors), n_positional, is_plain, ref_mask), tensors
 
     def names(self) -> list[str]:
-        return [a.name for a in self.arguments]
+        return [a.name for a in self.passed]
 
     def tensor_names(self) -> list[str]:
         """Return the path of each tensor, such as `params['w']`."""
         if self.is_plain:
             return self.names()
-        return [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
+        return [a.name + path for a in self.passed for path in a.skeleton.tensor_paths()]
 
     def ref_names(self) -> list[str]:
         return [path for path, is_one in zip(self.tensor_names(), self.ref_mask, strict=True) if is_one]
@@ -94,8 +94,8 @@ class Arguments:
         __tracebackhide__ = True
         if self.is_plain:
             return function(*first, *tensors)
-        n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
-        pairs = list(zip(self.arguments, values, strict=True))
+        n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.passed]
+        pairs = list(zip(self.passed, values, strict=True))
         # The path to a leaf that is no container is empty.
         containers = [(a.name, value, split(value)) for a, value in pairs if a.skeleton.leaf_paths != [()]]
         result = function(*first, *values[:n], **{a.name: value for a, value in pairs[n:]})
@@ -114,12 +114,12 @@ class Arguments:
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
         """Return one pytree per argument, with `values` for the tensors, and None for all other leaves."""
-        return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
+        return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.passed]
 
-    def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
+    def needs_input_grad(self, mask: Sequence[bool]) -> tuple[bool, ...]:
         """Return one bool per argument: whether it needs a gradient, and can have one."""
         can = self.can_get_gradient(mask)
-        return tuple([any(can[a.span]) for a in self.arguments])
+        return tuple([any(can[a.span]) for a in self.passed])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
         """Return `mask` with False for tensors without a gradient: integers, bools, PRNG keys and Refs."""
@@ -128,7 +128,7 @@ class Arguments:
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
     declared = _declared(layer)
-    if not kwargs and len(args) in declared.counts_without_bind:
+    if not kwargs and len(args) in declared.counts_by_position:
         return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
     try:
         bound = declared.signature.bind(None, *args, **kwargs)
@@ -157,7 +157,7 @@ def call_of_apply(layer: Any) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function`, whose decorator may drop parameters of the function that it wraps."""
+    """Follow `__wrapped__` only through wrappers that take `*args` or `**kwargs`."""
     own = inspect.signature(function, follow_wrapped=False)
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is None or not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values()):
@@ -170,25 +170,23 @@ class _Declared(NamedTuple):
     signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that can be passed by position, except the context
     rest: str  # the name of `*args`
-    counts_without_bind: range  # how many arguments a call may pass, all by position, without `signature.bind`
+    counts_by_position: range  # how many arguments a call may pass, all by position, without `signature.bind`
 
 
 def _declared(layer: Any) -> _Declared:
-    forward, known = layer._forward_with_ctx(), vars(layer).get("_signature_of_forward")
+    forward, known = layer._forward_with_ctx(), vars(layer).get("_declared_forward")
     if known is not None and known.forward == forward:  # a class may be made from the attributes of another class
         return known
     signature = signature_of(forward)
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
-    if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
-        counts_without_bind = range(0)
-    elif layer._forward_and_setup is not None:  # which gets the defaults too
-        counts_without_bind = range(len(parameters) - 1, len(plain) + 1)
-    else:
-        counts_without_bind = range(sum(p.default is kinds.empty for p in plain), len(plain) + 1)
+    has_setup, variadic = layer._forward_and_setup is not None, (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    # setup_context gets the defaults too.
+    required = [p for p in parameters[1:] if has_setup or (p.default is kinds.empty and p.kind not in variadic)]
+    counts_by_position = range(len(required), len(plain) + 1) if all(p in plain for p in required) else range(0)
     rest = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "")
-    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, counts_without_bind)
-    layer._signature_of_forward = declared
+    declared = _Declared(forward, signature, tuple(p.name for p in plain), rest, counts_by_position)
+    layer._declared_forward = declared
     return declared
 
 
@@ -243,7 +241,7 @@ def _pair(
     | Paddle     | or one per argument of the call                                                                 |
     | torch      | one per argument of the call, and any number of Nones after them                                |
     """
-    passed = arguments.arguments
+    passed = arguments.passed
     slots = [a for a in passed if not all(arguments.ref_mask[a.span])]
     # A list has one entry per item, as a tuple has, but is one gradient in the torch convention, or for a single slot.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
@@ -286,7 +284,7 @@ _lock = threading.RLock()
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return
-    needed = arguments.needs(needs)
+    needed = arguments.needs_input_grad(needs)
     if not layer._has_backward() or not any(needed):
         return
     names = ", ".join(name for name, need in zip(arguments.names(), needed, strict=True) if need)

@@ -113,7 +113,7 @@ class LayerCall:
         self, tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
     ) -> tuple[PyLayerContext, Any]:
         __tracebackhide__ = True
-        state = ContextState(self.name, lambda: self.arguments.needs(needs), tensors)
+        state = ContextState(self.name, lambda: self.arguments.needs_input_grad(needs), tensors)
         ctx = self.layer._context_class(state)
         try:
             with self.scope("forward", is_staged):
@@ -130,7 +130,7 @@ class LayerCall:
         own = closed_over(getattr(self.layer, method))
         traced = [name for name, tensors in own.items() if any(map(is_tracer, tensors))]
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
-        for argument in self.arguments.arguments if method == "forward" else ():
+        for argument in self.arguments.passed if method == "forward" else ():
             for path, static in argument.skeleton.paths():
                 for name, tensors in closed_over(static).items():
                     if any(map(is_tracer, tensors)):
@@ -204,7 +204,7 @@ class LayerCall:
         return backward_context(
             self.layer._context_class,
             self.name,
-            lambda: self.arguments.needs(needs),
+            lambda: self.arguments.needs_input_grad(needs),
             lambda: None if saved is None else saved.fill(residual),
             {name: tree.fill(residual) for name, tree in kept.attributes.items()},
         )

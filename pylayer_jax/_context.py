@@ -62,7 +62,7 @@ class ContextState:
     """The private state of a context: everything except the attributes that the user sets."""
 
     layer: str
-    needs: Callable[[], tuple[bool, ...]]  # returns the value of ctx.needs_input_grad
+    needs_input_grad: Callable[[], tuple[bool, ...]]
     inputs: Sequence[Any] = ()
     in_forward: bool = True  # the context accepts saved tensors and flags only in `forward`
     load_saved: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, called at the first read
@@ -185,7 +185,7 @@ class PyLayerContext:
         with respect to different arguments. In a traced `forward`, they are True for every argument that can have a
         gradient.
         """
-        return self._state.needs()
+        return self._state.needs_input_grad()
 
     def _state_in_forward(self, call: str) -> ContextState:
         state = self._state
@@ -200,11 +200,11 @@ class PyLayerContext:
 def backward_context(
     kind: type[PyLayerContext],
     layer: str,
-    needs: Callable[[], tuple[bool, ...]],
+    needs_input_grad: Callable[[], tuple[bool, ...]],
     load_saved: Callable[[], tuple[Any, ...] | None],
     attributes: dict[str, Any],
 ) -> PyLayerContext:
-    ctx = kind(ContextState(layer, needs, in_forward=False, load_saved=load_saved))
+    ctx = kind(ContextState(layer, needs_input_grad, in_forward=False, load_saved=load_saved))
     vars(ctx).update(attributes)
     return ctx
 
@@ -235,7 +235,7 @@ class ResidualTree(NamedTuple):
     """A value that `forward` kept, without its tensors."""
 
     skeleton: Skeleton
-    indices: list[int]  # of its tensors, in the list of residuals
+    indices: list[int]  # of its tensors, in a list
 
     def fill(self, residual: Callable[[int], Any]) -> Any:
         """Return the value in new containers, which no other run of `backward` shares."""
@@ -333,8 +333,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     if state.saved_for_jvp is not None and hasattr(layer, "jvp"):
         saved_for_jvp = add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
-    counts = len(state.saved or ()), n_saved, len(residuals)
-    kept = SavedContext(outputs, state.materialize, saved, *counts, attributes, saved_for_jvp)
+    n_values, n_residuals = len(state.saved or ()), len(residuals)
+    kept = SavedContext(outputs, state.materialize, saved, n_values, n_saved, n_residuals, attributes, saved_for_jvp)
     return ForwardResult(kept, arrays, as_arrays(residuals))
 
 

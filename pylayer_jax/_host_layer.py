@@ -170,7 +170,7 @@ class _Place(HeldObjects):
             context = found if np.array_equal(held, numbers) else None
         kept, kept_skeleton = context or self.run(arrays[:n]).context
         saved, attributes = kept_skeleton.fill([x.copy() for x in kept], copy_container)
-        needs = call.arguments.needs(needed)
+        needs = call.arguments.needs_input_grad(needed)
         ctx = backward_context(call.layer._context_class, call.name, lambda: needs, lambda: saved, attributes)
         with _refusing_tracers(call, "backward"):
             result = call.layer.backward(ctx, *skeleton.fill([np.array(x) for x in arrays[n:]]))
@@ -191,7 +191,7 @@ def _example_of(place: _Place) -> _Run:
     """Return an example: that of an earlier call with the same types and statics, if there is one."""
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
-    statics = [(type(x), x) for a in arguments.arguments for x in itertools.chain([a.name], *a.skeleton.parts())]
+    statics = [(type(x), x) for a in arguments.passed for x in itertools.chain([a.name], *a.skeleton.parts())]
     key = jax.enable_x64.value, *types, *statics
     known = _examples.setdefault(place.call.layer, {})
     with contextlib.suppress(Exception):  # an object may refuse to be hashed or compared
@@ -352,7 +352,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 
 def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) -> list[Any]:
-    example = _example_of(_Place(call, call.arguments.needs([True] * len(tensors))))
+    example = _example_of(_Place(call, call.arguments.needs_input_grad([True] * len(tensors))))
 
     def to_front(x: Any, dim: int | None) -> np.ndarray:
         return np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)

@@ -110,7 +110,7 @@ def once_differentiable(backward: Method) -> Method:
         state = ctx._state
         tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
         saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
-        ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
+        ctx = backward_context(type(ctx), state.layer, state.needs_input_grad, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded

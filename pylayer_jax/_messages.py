@@ -58,6 +58,7 @@ def closed_over(function: Any) -> dict[str, list[Any]]:
     values |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=False))
     values |= getattr(inner, "__kwdefaults__", None) or {}
     while isinstance(function, functools.partial):  # Python merges nested partials, unless the inner one has attributes
+        names = names[isinstance(function.func, types.MethodType) :]  # without `self`
         bound = [*names, *(f"argument {i}" for i in range(len(names), len(function.args)))]
         values |= dict(zip(bound, function.args, strict=False)) | function.keywords
         function = function.func

@@ -168,8 +168,7 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
         tensors.append(tree)
         return LEAF
     else:
-        is_dict = lambda _, node: type(node) in _DICTS
-        pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_dict, is_leaf_takes_path=True)
+        pairs, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: type(node) in _DICTS)
         paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
         for i, leaf in enumerate(leaves):
             if predicate(leaf):
@@ -192,7 +191,7 @@ def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skel
     return False
 
 
-def hashable(key: Any) -> Any:
+def hashable_or_none(key: Any) -> Any:
     try:
         hash(key)
     except TypeError:

@@ -36,7 +36,7 @@ from pylayer_jax._jax.traces import (
 )
 from pylayer_jax._jax.transparency import Identity
 from pylayer_jax._jax.types import has_tangent, is_nan_reported, typeof
-from pylayer_jax._trees import WeakTable, hashable
+from pylayer_jax._trees import WeakTable, hashable_or_none
 
 from .active import OFF, PLANNED, SUSPENDED, Block, active, active_pair, innermost_block
 from .pack import Pair, Place
@@ -211,7 +211,7 @@ class BlockTrace(PassThroughTrace):
         positions = [position_of[id(x)] for x in args]
         types, plans = list(map(typeof, operands)), self.block.plans
         parts = *operation.params.items(), *types, *places, *positions
-        key = hashable((operation.primitive, parts, jax.enable_x64.value))
+        key = hashable_or_none((operation.primitive, parts, jax.enable_x64.value))
         # In staged code and in errors, each operation has its own source line.
         is_shared = operation.primitive is not None and key is not None and not (self.is_staging or is_nan_reported())
         if is_shared and (found := plans.get(key)):

@@ -53,7 +53,7 @@ from pylayer_jax._jax.traces import (
     set_current_trace,
 )
 from pylayer_jax._jax.types import as_arrays, is_nan_reported, is_ref, typeof, unchecked
-from pylayer_jax._trees import WeakTable, has_changed, hashable, split
+from pylayer_jax._trees import WeakTable, has_changed, hashable_or_none, split
 
 from .active import PLANNED, active, entered_block, is_reported
 from .origins import Program, ReportMark, name_of_equation
@@ -99,7 +99,7 @@ def _computation_key(e: Any, operands: Sequence[Any]) -> Any:
     if e.effects or e.primitive.name not in FACTS:
         return None
     read = [(x.aval, np.asarray(x.val).tobytes()) if isinstance(x, Literal) else x for x in operands]
-    return hashable((e.primitive, tuple(e.params.items()), tuple(read)))
+    return hashable_or_none((e.primitive, tuple(e.params.items()), tuple(read)))
 
 
 def _is_held(equation: Any, index: int) -> bool:

@@ -164,7 +164,7 @@ def shard_counts(value: Any) -> list[int]:
     sizes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
     automatic = [size for size, kind in sizes if kind == jax.sharding.AxisType.Auto]
 
-    def count(length: int, axes: Any) -> int:  # `axes` is a mesh axis, a tuple of them, or None
+    def count(length: Any, axes: Any) -> int:  # `axes` is a mesh axis, a tuple of them, or None
         if axes:
             return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
         # The compiler may shard an automatic axis over several mesh axes. `jax.export` makes symbolic lengths.
