@@ -91,7 +91,6 @@ class Arguments:
 
     def call(self, method: str, function: Callable[..., Any], tensors: Sequence[Any], *first: Any) -> Any:
         """Call `function` on `first`, then on the arguments; `method` is its name in error messages."""
-        __tracebackhide__ = True
         if self.is_plain:
             return function(*first, *tensors)
         n, values = self.n_positional, [a.skeleton.fill(tensors[a.span]) for a in self.passed]

@@ -87,7 +87,6 @@ class LayerCall:
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
-        __tracebackhide__ = True
         ctx, result = self._call_forward(tensors, [False] * len(tensors), False)
         if is_array(result) and not ctx._state.must_return:  # the usual case
             return result
@@ -112,7 +111,6 @@ class LayerCall:
     def _call_forward(
         self, tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
     ) -> tuple[PyLayerContext, Any]:
-        __tracebackhide__ = True
         state = ContextState(self.name, lambda: self.arguments.needs_input_grad(needs), tensors)
         ctx = self.layer._context_class(state)
         try:

@@ -115,8 +115,8 @@ class Function(PyLayer):
                 )
             cls._forward_and_setup = staticmethod(_with_setup_context(cls, signature))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
+    @staticmethod  # see NOTE [types of apply] in `_layer.py`
+    def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep on `ctx` the values that `backward` needs, in a class whose `forward` takes no context.
 
         `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is its result. Unlike in torch,

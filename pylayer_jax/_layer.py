@@ -23,7 +23,7 @@ from ._layer_rule import TracedCall, custom_vjp_of, ref_error
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
 
-# The error of another value, and the values.
+# Flag -> (class of the error, *allowed values).
 _VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "complex_convention": (ValueError, "jax", "paddle"),
     "forward_mode": (TypeError, True, False),
@@ -36,7 +36,7 @@ _FLAGS = (*_VALUES, "generate_vmap_rule", "saved_names")
 def check_declarations(layer: Any) -> None:
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # The similarity of `hosts`, which a user may mean, with `host` is 0.89: it is misspelled if it has its values.
+        # `hosts`, which a user may mean, is 0.89 similar to `host`. With a value of `host`, it is a misspelling.
         has_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if has_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))

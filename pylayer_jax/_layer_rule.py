@@ -130,8 +130,8 @@ class LayerMap(LinearMap):
                 raise
             message = next(iter(str(error).splitlines()), "")
             if not isinstance(error, NotLinearError):
-                reason = f" ({type(error).__name__}: {message})"  # or JAX asks to open an issue
-                reason = ", as with a loop that solves equations" if "issue" in message else reason
+                of_loop = ", as with a loop that solves equations"  # for which JAX asks to open an issue
+                reason = of_loop if "issue" in message else f" ({type(error).__name__}: {message})"
                 message = f"JAX cannot transpose {name}.backward{reason}."
             raise NotLinearError(
                 f"{message} Forward mode, and forward over reverse as in jax.hessian, transpose a backward that is "
@@ -258,9 +258,9 @@ class StagedLayer(RuleFunction):
         _, variables = equations_to(self.jaxpr, self.sources, targets)
         is_read = [v in variables for v in self.sources]
         sources, perturbed = select(self.sources, is_read), select(perturbed, is_read)
-        residuals, nonzero = select(self._values_of_sources(primals, values), is_read), select(of_sources, is_read)
+        residuals, of_read = select(self._values_of_sources(primals, values), is_read), select(of_sources, is_read)
         code = CodeMap(self.name, self.jaxpr, sources, perturbed, targets)
-        return scatter(apply_linear(code, residuals, select(nonzero, perturbed)), is_target)
+        return scatter(apply_linear(code, residuals, select(of_read, perturbed)), is_target)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # JAX transposes `forward` if the `backward` of another layer applies this layer.
@@ -285,14 +285,14 @@ class StagedLayer(RuleFunction):
         return run
 
 
-def stage_layer(call: LayerCall, input_types: Sequence[Any], tensors: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
+def stage_layer(call: LayerCall, input_types: Sequence[Any], primals: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
     """Stage `forward` for inputs of these types. Return the staged function, and the closed-over values."""
     try:
         jaxpr, consts, (kept, positions) = _stage_forward(call, input_types, {})
         if missing := _missing_axes(jaxpr, kept.outputs):
             jaxpr, consts, (kept, positions) = _stage_forward(call, input_types, missing)
     except NEEDS_VALUES as error:
-        if not any(map(is_differentiated, tensors)):
+        if not any(map(is_differentiated, primals)):
             raise
         raise once_differentiable_error(call.layer) or TypeError(
             f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). "
@@ -416,12 +416,12 @@ class TracedCall(RuleFunction):
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
 
-    def stage(self, types: Sequence[Any], tensors: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
-        """Return the staged `forward` and its consts. In a rule, a derivative of `tensors` is a second one."""
+    def stage(self, types: Sequence[Any], primals: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
+        """Return the staged `forward` and its consts. Only an error reads `primals`, those of a rule."""
         key = tuple(types)
         if (staged := self.staged.get(key)) is not None:
             return staged, []
-        staged, consts = stage_layer(self.call, key, tensors)
+        staged, consts = stage_layer(self.call, key, primals)
         if not consts:  # closed-over values belong to the current trace, so they are not cached
             self.staged[key] = staged
         return staged, consts
