@@ -178,9 +178,9 @@ class LayerCall:
                 ) from error
             add_note(error, self.name, "backward")
             raise
-        needed = arguments.can_get_gradient(needs)
-        gradients = result if layer.host is True else match_gradients(result, arguments, needed, layer)
-        return _conjugated(gradients) if is_conjugated else gradients
+        if layer.host is not True:
+            result = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
+        return _conjugated(result) if is_conjugated else result
 
     def run_jvp(
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]

@@ -339,14 +339,14 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
 
 
 def positions_of_kept(
-    state: ContextState, attributes: dict[str, Any], arguments: Any, outputs: Sequence[Any]
+    state: ContextState, attributes: dict[str, Any], arguments: Sequence[Any], outputs: Sequence[Any]
 ) -> ResidualTree:
     """Return what a `forward` on NumPy arrays kept for a `backward` in JAX, as positions in [*inputs, *outputs]."""
     statics = [x for x in jax.tree.leaves(arguments, is_leaf=lambda x: x is None) if not is_tensor(x)]
     copied_from = {id(own): array for array, own in state.numpy_copies}
     known = [*state.inputs, *outputs]
 
-    def position(x: Any) -> int | None:
+    def position(x: Any) -> Any:
         source: Any = copied_from.get(id(x), x)
         same = [] if contains(statics, x) else [i for i, y in enumerate(known) if y is source]
         if not same or (x is not source and x.tobytes() != source.tobytes()):  # or changed in place after the copy
@@ -362,7 +362,7 @@ def positions_of_kept(
                     "ctx.mark_non_differentiable, and keep the output."
                 )
     tensors, skeleton = split((state.saved, dict(attributes)), lambda x: position(x) is not None)
-    return ResidualTree(skeleton, [i for x in tensors if (i := position(x)) is not None])
+    return ResidualTree(skeleton, [position(x) for x in tensors])
 
 
 def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:

@@ -5,10 +5,10 @@
         ...                      y:f32[3] t:u32[2] = host_call[name=Solve.forward] device a b
                                  ga gb             = host_call[name=Solve.backward] device t a b dy
 
-The first call leaves the context of its run on the host, where the second call finds it by t, the number of this place
-in the program and that of the run. If the host has dropped it (NOTE [held objects] in `_hooks/host.py`), the second
-call runs `forward` again on a and b, so that JAX may drop, move, merge or repeat these calls. A call whose number no
-code reads leaves no context.
+The first call leaves the context of its run on the host, where the second call finds it by the ticket t, the number of
+this place in the program and that of the run. If the host has dropped it (NOTE [held objects] in `_hooks/host.py`), the
+second call runs `forward` again on a and b, so that JAX may drop, move, merge or repeat these calls. A call whose
+ticket no code reads leaves no context.
 
 With concrete arrays, the methods run directly. Otherwise the types of the outputs come from a run of `forward` on
 example arrays, or from the method `result_types` of the class. With `host = "forward"`, the context keeps only inputs,
@@ -43,8 +43,8 @@ LayerCall = Any  # the class in `_call.py`, which imports this module
 
 MOST_BYTES = 2**30  # of the contexts of one place, each of which counts for at least `_SIZE`
 _SIZE: Final = 2**20
-_MOST_EXAMPLES: Final = 64  # of one class, since each call may pass a new lambda
-_NUMBER: Final = "_number"  # an attribute of ctx with host = "forward"
+_MOST_TRIALS: Final = 64  # of one class, since each call may pass a new lambda
+_TICKET: Final = "_ticket"  # an attribute of ctx with host = "forward"
 _store = HostStore()  # of all layers
 
 
@@ -52,7 +52,7 @@ _store = HostStore()  # of all layers
 
 
 class _Run(NamedTuple):
-    """Result of a run of `forward`. That of an example has types in place of arrays."""
+    """Result of a run of `forward`. A trial, on example arrays, has types in place of arrays."""
 
     skeleton: Skeleton  # of the outputs
     arrays: list[Any]
@@ -66,12 +66,12 @@ class _Run(NamedTuple):
         own = [kept.indices, *kept.skeleton.parts()] if isinstance(kept, ResidualTree) else []
         return [*self.skeleton.parts(), self.materialize, *own]
 
-    def example(self) -> _Run:
+    def as_trial(self) -> _Run:
         types = [ShapedArray(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in self.arrays]
         return self._replace(arrays=types, context=self.context if isinstance(self.context, ResidualTree) else None)
 
     def values_of(self, run: _Run, batch: tuple[int, ...]) -> list[np.ndarray]:
-        """Return the arrays of a run in the dtypes of this example. The run may differ in their contents only."""
+        """Return the arrays of a run in the dtypes of this trial. The run may differ in their contents only."""
         rows = [*zip(self.arrays, run.arrays, self.marked, run.marked, strict=False)]
         fits = self.structure() == run.structure() and all(
             y.shape == (*batch, *t.shape)
@@ -131,12 +131,12 @@ class _Place(HeldObjects):
         if call.layer.host is True:
             kept = split((state.saved, dict(vars(ctx))), lambda x: isinstance(x, np.ndarray))
         else:
-            arguments = call.arguments.call("forward", lambda *args, **kwargs: (args, kwargs), own)
+            arguments = [a.skeleton.fill(own[a.span]) for a in call.arguments.passed]
             kept = positions_of_kept(state, vars(ctx), arguments, outputs)
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
-        """Hold the context of a run. Return the numbers of the place and of the run, or of each example of a batch."""
+        """Hold the context of a run. Return its ticket, or those of a batch of examples."""
         numbers = np.array([new_number() for _ in range(device.size)], np.uint32).reshape(device.shape)
         if numbers.size and self.call.layer.host is True:
             arrays, rest = run.context
@@ -147,17 +147,17 @@ class _Place(HeldObjects):
         return np.stack([np.full_like(numbers, self.number), numbers], -1)
 
     def gradients(
-        self, needed: Sequence[bool], skeleton: Skeleton, device: np.ndarray, numbers: np.ndarray, *arrays: np.ndarray
+        self, needed: Sequence[bool], skeleton: Skeleton, device: np.ndarray, tickets: np.ndarray, *arrays: np.ndarray
     ) -> list[np.ndarray]:
         """Run `backward` on inputs and cotangents. Return one array per gradient that is `needed`."""
         call, n = self.call, len(needed)
-        is_taken, numbers = numbers[..., 0] == self.number, numbers[..., 1]
+        is_taken, numbers = tickets[..., 0] == self.number, tickets[..., 1]
         batch = numbers.shape
         gradients = [np.zeros((*batch, *t.shape), t.dtype) for t in select(call.arguments.types, needed)]
         if not is_taken.any():
             return gradients
         if not is_taken.all():
-            # Numbers that are 0, or of another place, come from a batched `cond` of which an example took the other
+            # Tickets that are 0, or of another place, come from a batched `cond` of which an example took the other
             # branch. What comes with them are no inputs: zeros, which `forward` may refuse, or other residuals. So an
             # example that took the branch stands in. tests: test_branches_of_a_batch
             rows = np.where(is_taken, np.arange(numbers.size).reshape(batch), np.argmax(is_taken))
@@ -182,43 +182,43 @@ class _Place(HeldObjects):
         return gradients
 
 
-# -- examples --------------------------------------------------------------------------------------------------
+# -- trials ----------------------------------------------------------------------------------------------------
 
-_examples: weakref.WeakKeyDictionary[type, dict[Any, _Run]] = weakref.WeakKeyDictionary()
+_trials: weakref.WeakKeyDictionary[type, dict[Any, _Run]] = weakref.WeakKeyDictionary()
 
 
-def _example_of(place: _Place) -> _Run:
-    """Return an example: that of an earlier call with the same types and statics, if there is one."""
+def _trial_of(place: _Place) -> _Run:
+    """Return a trial: that of an earlier call with the same types and statics, if there is one."""
     arguments = place.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
     statics = [(type(x), x) for a in arguments.passed for x in itertools.chain([a.name], *a.skeleton.parts())]
     key = jax.enable_x64.value, *types, *statics
-    known = _examples.setdefault(place.call.layer, {})
+    known = _trials.setdefault(place.call.layer, {})
     with contextlib.suppress(Exception):  # an object may refuse to be hashed or compared
         if key in known:
             return known[key]
-    example = _make_example(place)
+    trial = _make_trial(place)
     with contextlib.suppress(Exception):
-        known[key] = example
-        if len(known) > _MOST_EXAMPLES:
+        known[key] = trial
+        if len(known) > _MOST_TRIALS:
             known.pop(next(iter(known)))
-    return example
+    return trial
 
 
-def _make_example(place: _Place) -> _Run:
+def _make_trial(place: _Place) -> _Run:
     call = place.call
     if hasattr(call.layer, "result_types"):
         structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in call.arguments.types]
         result = call.arguments.call("result_types", call.layer.result_types, structs)
         leaves, skeleton = split(result, lambda x: isinstance(x, jax.ShapeDtypeStruct) or _is_output(x))
         types = [np.asarray(x) if _is_output(x) else x for x in leaves]
-        return _Run(skeleton, types, [False] * len(types), True, None).example()
+        return _Run(skeleton, types, [False] * len(types), True, None).as_trial()
     try:
         with eval_context(), np.errstate(all="ignore"):
-            example = place.run(_example_arrays(call)).example()
-            if not example.arrays:
-                raise ValueError(f"it returned {example.shown() or None}: expected at least one array or number.")
-            return example
+            trial = place.run(_example_arrays(call)).as_trial()
+            if not trial.arrays:
+                raise ValueError(f"it returned {trial.shown() or None}: expected at least one array or number.")
+            return trial
     except (Exception, KeyboardInterrupt) as error:  # of a user who waits for code that does not end
         types = ", ".join(f"{t.dtype}{list(t.shape)}" for t in call.arguments.types)
         error.add_note(
@@ -257,21 +257,21 @@ def _bind_host_call(
     run: Callable[..., Any],
     types: Sequence[Any],
     tensors: Sequence[Any],
-    numbers: Sequence[Any] = (),
+    tickets: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[list[Any], Any]:
-    """Bind a `host_call` of `run(device, *numbers, *tensors)`. Return its results, and the index of the device."""
+    """Bind a `host_call` of `run(device, *tickets, *tensors)`. Return its results, and the index of the device."""
     values, device = call_on_host(
         _store,
         f"{call.name}.{method}",
         run,
         types,
-        [*numbers, *tensors],
+        [*tickets, *tensors],
         no_derivative="the code of a layer of NumPy has no derivative.",
         takes_batches=call.layer.host_vmap == "broadcast" and method != "vmap",
         **options,
     )
-    # Methods are pure, so that their results vary as the tensors do, and not as the numbers, which differ everywhere.
+    # Methods are pure, so that their results vary as the tensors do, and not as the tickets, which differ everywhere.
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in values], device
 
@@ -286,73 +286,73 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
             )
     place, state, is_held = _Place(call, ctx.needs_input_grad), ctx._state, call.layer.host is True
     if any(map(is_tracer, tensors)):
-        example = _example_of(place)
+        found = trial = _trial_of(place)
 
         def run(device: np.ndarray, *arrays: np.ndarray, holds: bool = True) -> list[np.ndarray]:
-            found = place.run(arrays)
-            values = example.values_of(found, device.shape)
-            return [*values, place.hold(found, device)] if holds else values
+            result = place.run(arrays)
+            values = trial.values_of(result, device.shape)
+            return [*values, place.hold(result, device)] if holds else values
 
-        types = [*example.arrays, ShapedArray((2,), np.dtype(np.uint32))]
-        without_number = functools.partial(run, holds=False)
-        (*values, number), device = _bind_host_call(call, "forward", run, types, tensors, without_last=without_number)
+        types = [*trial.arrays, ShapedArray((2,), np.dtype(np.uint32))]
+        without_ticket = functools.partial(run, holds=False)
+        (*values, ticket), device = _bind_host_call(call, "forward", run, types, tensors, without_last=without_ticket)
         # All results bear the first name: a policy of `jax.checkpoint` that saves it does not run `forward` again.
         names = call.layer.saved_names
         if name := f"{call.layer.__name__}.saved[0]" if names is True else next(filter(None, names), None):
             values = [checkpoint_name(x, name) for x in values] if is_held else values
-            number = checkpoint_name(number, name)
-        number = varying_over(varying_axes(typeof(device)), number) if is_held else number
-        # As a key, the number is no tensor that hooks get. tests: test_hooks_do_not_get_the_number_of_a_run
-        number = jax.random.wrap_key_data(number, impl="threefry2x32")
+            ticket = checkpoint_name(ticket, name)
+        ticket = varying_over(varying_axes(typeof(device)), ticket) if is_held else ticket
+        # As a key, the ticket is no tensor that hooks get. tests: test_hooks_do_not_get_the_number_of_a_run
+        ticket = jax.random.wrap_key_data(ticket, impl="threefry2x32")
     else:
-        example = place.run(tensors)
-        number = tuple(place.hold(example, np.array(0)).tolist()) if is_held else None
+        found = place.run(tensors)
+        ticket = tuple(place.hold(found, np.array(0)).tolist()) if is_held else None
         if hasattr(call.layer, "result_types"):  # a staged call has to return the same
-            declared = _example_of(place)
-            example = declared._replace(arrays=declared.values_of(example, ()))
-        values = as_arrays(example.arrays)
-    state.marked += select(values, example.marked)
-    state.materialize = example.materialize
+            trial = _trial_of(place)
+            found = trial._replace(arrays=trial.values_of(found, ()))
+        values = as_arrays(found.arrays)
+    state.marked += select(values, found.marked)
+    state.materialize = found.materialize
     if is_held:
-        saved, attributes = tensors, {"place": place, "number": number}
+        saved, attributes = tensors, {"place": place, "ticket": ticket}
     else:
-        saved, attributes = example.context.fill([*tensors, *values].__getitem__)
-        attributes = {**attributes, _NUMBER: number}
+        saved, attributes = found.context.fill([*tensors, *values].__getitem__)
+        attributes = {**attributes, _TICKET: ticket}
     if saved is not None:
         ctx.save_for_backward(*saved)
     vars(ctx).update(attributes)
-    return example.skeleton.fill(values)
+    return found.skeleton.fill(values)
 
 
 def depending_on_run(ctx: Any, cotangents: Sequence[Any]) -> list[Any]:
-    """Return the same cotangents, computed from the number of the run of `forward`, which goes from `ctx`."""
+    """Return the cotangents, made to depend on the ticket of the run, which is removed from `ctx`."""
     # Otherwise XLA drops a `forward` of which `backward` reads no output. Then no code compares what the run keeps with
-    # what the example keeps. tests: test_what_a_dropped_run_keeps_is_compared
-    number = vars(ctx).pop(_NUMBER)
-    if number is None:  # `forward` ran on concrete arrays
+    # what the trial keeps. tests: test_what_a_dropped_run_keeps_is_compared
+    ticket = vars(ctx).pop(_TICKET)
+    if ticket is None:  # `forward` ran on concrete arrays
         return [*cotangents]
-    return [None if c is None else jnp.where(jnp.any(jax.random.key_data(number)), c, 0) for c in cotangents]
+    return [None if c is None else jnp.where(jnp.any(jax.random.key_data(ticket)), c, 0) for c in cotangents]
 
 
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
     inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
     tensors, run = [*inputs, *given], functools.partial(ctx.place.gradients, needed, skeleton)
-    has_key = not isinstance(ctx.number, tuple)  # also a concrete one, of a vjp function that traced code returned
-    number = jax.random.key_data(ctx.number) if has_key else np.asarray(ctx.number, np.uint32)
-    if any(map(is_tracer, [number, *tensors])):
+    has_key = not isinstance(ctx.ticket, tuple)  # also a concrete one, of a vjp function that traced code returned
+    ticket = jax.random.key_data(ctx.ticket) if has_key else np.asarray(ctx.ticket, np.uint32)
+    if any(map(is_tracer, [ticket, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run
         fixed = forbid_derivative(tensors, lambda: once_differentiable_error(call.layer))
-        values, _ = _bind_host_call(call, "backward", run, select(call.arguments.types, needed), fixed, [number])
+        values, _ = _bind_host_call(call, "backward", run, select(call.arguments.types, needed), fixed, [ticket])
     else:
-        values = as_arrays(run(np.array(0), np.asarray(number), *map(np.asarray, tensors)))
+        values = as_arrays(run(np.array(0), np.asarray(ticket), *map(np.asarray, tensors)))
     rows = zip(scatter(values, needed), call.arguments.types, call.arguments.tensor_names(), strict=True)
     return [coerce(g, t, lambda p=path: f"{call.name}.backward, gradient of {p!r}") for g, t, path in rows]
 
 
 def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) -> list[Any]:
-    example = _example_of(_Place(call, call.arguments.needs_input_grad([True] * len(tensors))))
+    trial = _trial_of(_Place(call, call.arguments.needs_input_grad([True] * len(tensors))))
 
     def to_front(x: Any, dim: int | None) -> np.ndarray:
         return np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)
@@ -361,7 +361,7 @@ def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) ->
         with _refusing_tracers(call, "vmap"):
             result = call.arguments.call("vmap", call.layer.vmap, [np.array(x) for x in arrays], *first)
         skeleton, batch = call.split_batch(axis, result, _is_output, to_front)
-        return example.values_of(example._replace(skeleton=skeleton, arrays=batch), (axis.size,))
+        return trial.values_of(trial._replace(skeleton=skeleton, arrays=batch), (axis.size,))
 
-    batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in example.arrays]
+    batch = [ShapedArray((axis.size, *t.shape), t.dtype) for t in trial.arrays]
     return _bind_host_call(call, "vmap", run, batch, tensors)[0]
