@@ -52,7 +52,7 @@ class Arguments:
     It holds no array, since it is part of a treedef, which JAX may cache.
     """
 
-    layer: str
+    layer_name: str
     passed: list[Argument]
     types: list[Any]  # of the tensors
     n_positional: int  # how many arguments the layer's methods get by position
@@ -60,7 +60,7 @@ class Arguments:
     ref_mask: list[bool]  # one bool per tensor: whether it is a Ref
 
     @staticmethod
-    def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
+    def of(layer_name: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
         arguments, tensors = list[Argument](), list[Any]()
         ref_mask, is_plain = list[bool](), n_positional == len(values)
         for name, value in values:
@@ -75,7 +75,7 @@ class Arguments:
             tensors += as_arrays(found)
             is_plain = is_plain and skeleton is LEAF
             ref_mask += map(is_ref, found)
-        return Arguments(layer, arguments, types_of(tensors), n_positional, is_plain, ref_mask), tensors
+        return Arguments(layer_name, arguments, types_of(tensors), n_positional, is_plain, ref_mask), tensors
 
     def names(self) -> list[str]:
         return [a.name for a in self.passed]
@@ -105,8 +105,8 @@ class Arguments:
                 continue
             if has_changed(before, after):
                 raise ValueError(
-                    f"{self.layer}.{method} changed its argument {name} in place, which JAX would lose: methods get "
-                    "copies of containers. Return the new value as an output, and leave the argument as it is: "
+                    f"{self.layer_name}.{method} changed its argument {name} in place, which JAX would lose: methods "
+                    "get copies of containers. Return the new value as an output, and leave the argument as it is: "
                     "params = {**params, 'w': w}."
                 )
         return result
@@ -201,7 +201,7 @@ def match_gradients(
     arrays, whose first axes have these lengths.
     """
     gradients: list[Any] = [None] * len(needs)
-    where = f"{arguments.layer}.backward, gradient of "
+    where = f"{arguments.layer_name}.backward, gradient of "
     try:
         for argument, entry in _pair(result, arguments, needs, layer._torch_convention):
             skeleton = argument.skeleton
@@ -214,11 +214,11 @@ def match_gradients(
                         leaf, arguments.types[i], lambda i=i: f"{where}{arguments.tensor_names()[i]!r}", True, batch
                     )
     except ValueError as error:
-        error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
+        error.add_note(f"Defined here: {source_of(f'{arguments.layer_name}.backward', layer.backward)}.")
         raise
     if result is None and any(needs):
         text = (
-            f"{arguments.layer}.backward returned None, although a gradient is needed; it counts as zero. Did you "
+            f"{arguments.layer_name}.backward returned None, although a gradient is needed; it counts as zero. Did you "
             "forget return? Return (None,) if zero is meant."
         )
         _warn_once(layer, text, "backward")
@@ -255,7 +255,7 @@ def _pair(
         problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
         or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
         raise ValueError(
-            f"{arguments.layer}.backward returned {plural(count, 'gradient')} for "
+            f"{arguments.layer_name}.backward returned {plural(count, 'gradient')} for "
             f"{plural(len(names), kind)} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
         )
     pairs = list(zip(passed, entries, strict=True))
@@ -263,8 +263,8 @@ def _pair(
         is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
         if entry is not None and not argument.skeleton.size and not is_number:
             raise ValueError(
-                f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
-                "which holds no tensor. Return None in its place."
+                f"{arguments.layer_name}.backward returned a gradient ({describe(entry)}) for argument "
+                f"{argument.name!r}, which holds no tensor. Return None in its place."
             )
     return [(argument, entry) for argument, entry in pairs if argument.skeleton.size]
 
@@ -289,9 +289,9 @@ def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, 
     names = ", ".join(name for name, need in zip(arguments.names(), needed, strict=True) if need)
     dtypes = ", ".join(dict.fromkeys(str(t.dtype) for t in outputs.types))
     text = (
-        f"{arguments.layer} is differentiated with respect to {names}, but all outputs of forward have dtype {dtypes}, "
-        "which carries no gradient: the gradient is zero, and backward is never called. Return floating-point outputs; "
-        "or mark these with ctx.mark_non_differentiable, if no gradient is meant."
+        f"{arguments.layer_name} is differentiated with respect to {names}, but all outputs of forward have dtype "
+        f"{dtypes}, which carries no gradient: the gradient is zero, and backward is never called. Return "
+        "floating-point outputs; or mark these with ctx.mark_non_differentiable, if no gradient is meant."
     )
     _warn_once(layer, text, "forward")
 
@@ -306,20 +306,20 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
             methods.add(method)
 
 
-def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
+def match_tangents(result: Any, outputs: Outputs, layer_name: str) -> list[Any]:
     """Return one tangent (or None for zero) per differentiable output, with its shape and dtype."""
     entries = _entries(result, unpack_list=outputs.is_sequence)
     if len(entries) != len(outputs.groups):
         raise ValueError(
-            f"{layer}.jvp returned {len(entries)} tangents; expected {len(outputs.groups)}, one per output of forward. "
-            "Return None for an output that has none."
+            f"{layer_name}.jvp returned {len(entries)} tangents; expected {len(outputs.groups)}, one per output of "
+            "forward. Return None for an output that has none."
         )
     found: list[Any] = []
     for i, (group, entry) in enumerate(zip(outputs.groups, entries, strict=True)):
-        found += _flatten_like(group, entry, f"{layer}.jvp, tangent of output {i}")
+        found += _flatten_like(group, entry, f"{layer_name}.jvp, tangent of output {i}")
     rows = zip(found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True)
     return [
-        coerce(tangent, tangent_type(aval), lambda path=path: f"{layer}.jvp, tangent of output{path}")
+        coerce(tangent, tangent_type(aval), lambda path=path: f"{layer_name}.jvp, tangent of output{path}")
         for tangent, aval, path, can_have_one in rows
         if can_have_one
     ]

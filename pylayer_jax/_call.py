@@ -43,7 +43,7 @@ class LayerCall:
 
     def __init__(self, layer: Any, arguments: Arguments) -> None:
         self.layer = layer
-        self.name = arguments.layer
+        self.name = arguments.layer_name
         self.arguments = arguments
         # The `Saver` of the hooks around the call, or None. JAX may run a fwd rule after the block has ended.
         self.saver: Any = None

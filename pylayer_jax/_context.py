@@ -61,7 +61,7 @@ def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
 class ContextState:
     """The private state of a context: everything except the attributes that the user sets."""
 
-    layer: str
+    layer_name: str
     needs_input_grad: Callable[[], tuple[bool, ...]]
     inputs: Sequence[Any] = ()
     in_forward: bool = True  # the context accepts saved tensors and flags only in `forward`
@@ -124,7 +124,7 @@ class PyLayerContext:
         state = self._state_in_forward("save_for_backward")
         if state.saved is not None:
             raise RuntimeError(
-                f"ctx.save_for_backward was called twice in {state.layer}.forward. Save everything in one call: "
+                f"ctx.save_for_backward was called twice in {state.layer_name}.forward. Save everything in one call: "
                 "ctx.save_for_backward(a, b, ...)."
             )
         state.saved = tuple([own_copy(x, state, "ctx.save_for_backward(...)") for x in tensors])
@@ -149,7 +149,7 @@ class PyLayerContext:
         for i, value in enumerate(inputs):
             if not all(is_tensor(x) and contains(state.inputs, x) for x in split(value)[0] or [None]):
                 raise ValueError(
-                    f"ctx.mark_not_inplace in {state.layer}.forward: argument {i} ({describe(value)}) is not a "
+                    f"ctx.mark_not_inplace in {state.layer_name}.forward: argument {i} ({describe(value)}) is not a "
                     "tensor input of forward. Pass the arguments of forward themselves."
                 )
 
@@ -191,20 +191,20 @@ class PyLayerContext:
         state = self._state
         if not state.in_forward:
             raise RuntimeError(
-                f"ctx.{call} was called in backward of {state.layer}, or after its forward had returned; it works only "
-                "inside forward. Move the call into forward."
+                f"ctx.{call} was called in backward of {state.layer_name}, or after its forward had returned; it works "
+                "only inside forward. Move the call into forward."
             )
         return state
 
 
 def backward_context(
     kind: type[PyLayerContext],
-    layer: str,
+    layer_name: str,
     needs_input_grad: Callable[[], tuple[bool, ...]],
     load_saved: Callable[[], tuple[Any, ...] | None],
     attributes: dict[str, Any],
 ) -> PyLayerContext:
-    ctx = kind(ContextState(layer, needs_input_grad, in_forward=False, load_saved=load_saved))
+    ctx = kind(ContextState(layer_name, needs_input_grad, in_forward=False, load_saved=load_saved))
     vars(ctx).update(attributes)
     return ctx
 
@@ -222,8 +222,8 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
             state.numpy_copies.append((leaf, leaves[i]))
         elif not contains(state.inputs, leaf):
             raise ValueError(
-                f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
-                "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
+                f"{call} in {state.layer_name}: JAX keeps a jax.Ref for backward only if it is an argument of forward. "
+                "If forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
             )
     return rest.fill(leaves)
 
@@ -287,13 +287,13 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
     tensors, skeleton = split(result)
     if not tensors:
         raise ValueError(
-            f"{state.layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-            "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
+            f"{state.layer_name}.forward returned {describe(result)}: expected at least one tensor, alone or in a "
+            "tuple, list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
         )
     if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
         raise ValueError(
-            f"{state.layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
-            "Ref that it passed; for any other Ref, return its value: ref[...]."
+            f"{state.layer_name}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller "
+            "has the Ref that it passed; for any other Ref, return its value: ref[...]."
         )
     arrays = as_arrays(tensors)
     check_returned(state, tensors)
@@ -315,12 +315,12 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> ForwardResult:
         """Add the tensors of a value. Refuse tracers of an ended trace, and functions that close over tracers."""
         tensors, skeleton = split(value, is_tensor_or_ref)
         if len(skeleton.leaves) > len(tensors):
-            _refuse_closures(skeleton, name, state.layer)
+            _refuse_closures(skeleton, name, state.layer_name)
         if output_of:
             tensors = [output_of.get(id(x), x) for x in tensors]
         for x in tensors:
             if is_tracer(x) and x._trace is not trace and not is_active(x):
-                raise _ended_error(name, state.layer)
+                raise _ended_error(name, state.layer_name)
             if (is_saved, id(x)) not in index_of:
                 index_of[is_saved, id(x)] = len(residuals)
                 residuals.append(x)
@@ -357,8 +357,8 @@ def positions_of_kept(
         for x in jax.tree.leaves(value, is_leaf=lambda x: x is None):
             if position(x) is None and not contains(statics, x):
                 raise ValueError(
-                    f"{state.layer}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and static "
-                    f"arguments, but this is {describe(x)}. Return it as another output, mark this output by "
+                    f"{state.layer_name}.forward, ctx.{name}: with host = 'forward', ctx keeps inputs, outputs and "
+                    f"static arguments, but this is {describe(x)}. Return it as another output, mark this output by "
                     "ctx.mark_non_differentiable, and keep the output."
                 )
     tensors, skeleton = split((state.saved, dict(attributes)), lambda x: position(x) is not None)
@@ -370,29 +370,29 @@ def check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
         if contains(tensors, value):
             continue
         if is_tracer(value) and not is_active(value):
-            raise _ended_error(f"ctx.{call}", state.layer)
+            raise _ended_error(f"ctx.{call}", state.layer_name)
         raise ValueError(
-            f"ctx.{call} in {state.layer}.forward: {describe(value)} is not an output of forward. {advice}"
+            f"ctx.{call} in {state.layer_name}.forward: {describe(value)} is not an output of forward. {advice}"
         )
 
 
-def _ended_error(call: str, layer: str) -> ValueError:
+def _ended_error(call: str, layer_name: str) -> ValueError:
     return ValueError(
-        f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
-        "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "
-        f"ctx), remove it, and put it around the call: jax.jit({layer}.apply). Or let forward take no ctx, and keep "
-        "values in setup_context(ctx, inputs, output) of a pylayer_jax.Function. If forward calls a transformed "
-        "function that uses ctx, let this function return the values instead."
+        f"{call} in {layer_name}.forward: the value belongs to a transformed function that has returned, so that JAX "
+        "cannot keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with "
+        f"static_argnums for ctx), remove it, and put it around the call: jax.jit({layer_name}.apply). Or let forward "
+        "take no ctx, and keep values in setup_context(ctx, inputs, output) of a pylayer_jax.Function. If forward "
+        "calls a transformed function that uses ctx, let this function return the values instead."
     )
 
 
-def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
+def _refuse_closures(skeleton: Skeleton, name: str, layer_name: str) -> None:
     trace = current_trace()
     for path, leaf in skeleton.paths():
         for tensors in closed_over(leaf).values():
             if any(is_tracer(x) and x._trace is trace for x in tensors):
                 raise ValueError(
-                    f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be "
-                    "kept for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and "
-                    "build the function in backward."
+                    f"{name}{path} in {layer_name}.forward is a function that closes over traced values, which cannot "
+                    "be kept for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, "
+                    "and build the function in backward."
                 )

@@ -61,7 +61,7 @@ class FunctionCtx(PyLayerContext):
         for i, value in enumerate(values):
             if value is not None and not is_tensor(value):
                 raise TypeError(
-                    f"ctx.{call} in {state.layer}: expected tensors or None, but argument {i} is "
+                    f"ctx.{call} in {state.layer_name}: expected tensors or None, but argument {i} is "
                     f"{describe(value)}. Keep it as an attribute: ctx.name = value."
                 )
         return state

@@ -110,7 +110,7 @@ def once_differentiable(backward: Method) -> Method:
         state = ctx._state
         tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
         saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
-        ctx = backward_context(type(ctx), state.layer, state.needs_input_grad, lambda: saved, attributes)
+        ctx = backward_context(type(ctx), state.layer_name, state.needs_input_grad, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded
@@ -265,14 +265,14 @@ class PyLayer:
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs, and keep on `ctx` the values that `backward` needs."""
         raise NotImplementedError(
-            f"{ctx._state.layer}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
+            f"{ctx._state.layer_name}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
         )
 
     @staticmethod
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Turn one cotangent per output into one gradient per input."""
         raise NotImplementedError(
-            f"{ctx._state.layer}.backward is not defined, but its gradient was asked for. Add to the class: "
+            f"{ctx._state.layer_name}.backward is not defined, but its gradient was asked for. Add to the class: "
             "@staticmethod def backward(ctx, dy): ..."
         )
 

@@ -71,9 +71,9 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
     return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
-def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
-    """Add a note that says which method of a layer, or which hook if `layer` is empty, raised the error."""
-    note = f"This happened in {layer and layer + '.'}{method}{where}."
+def add_note(error: Exception, layer_name: str, method: str, where: str = "") -> None:
+    """Add a note that says which method of a layer, or which hook if `layer_name` is empty, raised the error."""
+    note = f"This happened in {layer_name and layer_name + '.'}{method}{where}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
             " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
@@ -83,16 +83,16 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
     if note in notes:
         return
     error.add_note(note)
-    if not any(other.startswith("This happened in") for other in notes) and (advice := hint(error, layer, method)):
+    if not any(other.startswith("This happened in") for other in notes) and (advice := hint(error, layer_name, method)):
         error.add_note(advice)
 
 
 @contextlib.contextmanager
-def noting(layer: str, method: str) -> Generator[None]:
+def noting(layer_name: str, method: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        add_note(error, layer, method)
+        add_note(error, layer_name, method)
         raise
 
 
