@@ -131,18 +131,16 @@ class Surroundings(NamedTuple):
     is_in_scan: bool = False
 
 
-PlannedBodies = tuple[Any, list[Any]]  # an equation, and the planned functions of its bodies
+BodyPlans = tuple[Any, list[Any]]  # an equation, and the planned functions of its bodies
 
 
-def prepared(jaxpr: Any, is_outside: Sequence[bool], around: Surroundings, bodies: list[PlannedBodies] | None) -> Any:
+def prepared(jaxpr: Any, is_outside: Sequence[bool], around: Surroundings, bodies: list[BodyPlans] | None) -> Any:
     """Return a copy that applies rules of users as `UsersRule`s, and bodies as planned functions, added to `bodies`."""
     outside = {*jaxpr.constvars, *select(jaxpr.invars, is_outside)}  # what comes from outside the decorated function
     return jaxpr.replace(eqns=[x for e in jaxpr.eqns for x in _prepared_equation(e, outside, around, bodies)])
 
 
-def _prepared_equation(
-    e: Any, outside: set[Any], around: Surroundings, bodies: list[PlannedBodies] | None
-) -> list[Any]:
+def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: list[BodyPlans] | None) -> list[Any]:
     name, params = e.primitive.name, e.params
     inner, is_outside = inner_jaxprs(params), [isinstance(x, Literal) or x in outside for x in e.invars]
     names = _primitives_in(inner[0]) if name == "jit" else frozenset([name])
@@ -403,7 +401,7 @@ class Plan:
         places: Sequence[Place],
         name: str,
         origin: Callable[[Any], Origin],
-        bodies: Sequence[PlannedBodies],
+        bodies: Sequence[BodyPlans],
     ) -> None:
         self.derivative, self.name, self.origin, self._bodies = derivative, name, origin, bodies
         pair = self.pair = around.pair
@@ -778,7 +776,7 @@ class Planned(HookedFunction):
 
     def _plan_at(self, around: Surroundings, types: Sequence[Any], nonzero: Sequence[bool], plans_bodies: bool) -> Plan:
         is_outside = [place in (Place.CONSTANT, Place.OUTSIDE) for place in self._places]
-        bodies = list[PlannedBodies]()
+        bodies = list[BodyPlans]()
         code = prepared(self.jaxpr, is_outside, around, bodies if plans_bodies else None)
         derivative = Derivative(lambda *args: eval_jaxpr(code, (), *args), types, nonzero, self.name)
         origin: Callable[[Any], Origin] = lambda _: Origin()
