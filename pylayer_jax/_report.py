@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import html
-import importlib
 import math
 import os
 import shutil
@@ -57,31 +56,20 @@ def new_axes(height: float) -> Any:
 
 @contextlib.contextmanager
 def progress() -> Generator[Callable[[str], None]]:
-    """Yield a function that shows a line until the end, in a terminal or notebook, but not in a test."""
-    shown: list[str] = []
-    size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
-    is_test = "PYTEST_CURRENT_TEST" in os.environ
-    is_terminal = not is_test and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    handle: Any = None  # the handle of a display in a notebook
-    if not is_test and type(sys.stdout).__module__.startswith("ipykernel"):
-        # A notebook file stores every printed line, but only the last state of a display.
-        handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+    """Yield a function that shows a line in place of the last one, in a terminal or notebook, but not in a test."""
+    is_person = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
+    is_shown = is_person and "PYTEST_CURRENT_TEST" not in os.environ
+    width = shutil.get_terminal_size().columns - 1
 
     def show(line: str) -> None:
-        shown.append(line)
-        if handle is not None:
-            handle.update({"text/plain": "\n".join(shown)}, raw=True)
-        elif is_terminal:
-            sys.stdout.write(line[: size.columns - 1].encode(encoding, "replace").decode(encoding) + "\n")
-            sys.stdout.flush()
+        if is_shown:
+            sys.stderr.write(f"{line[:width]:{width}}\r")
+            sys.stderr.flush()
 
     try:
         yield show
     finally:
-        if handle is not None:
-            handle.update({"text/plain": ""}, raw=True)
-        elif is_terminal and shown:
-            sys.stdout.write(f"\x1b[{min(len(shown), size.lines - 1)}A\x1b[J")
+        show("")
 
 
 @dataclasses.dataclass(frozen=True)
