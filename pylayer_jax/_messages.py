@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import linecache
+import os
 import re
 import traceback
 import types
@@ -157,6 +160,8 @@ _IN_JAX: Final = {
     for name in names.split()
 }  # fmt: skip
 
+_JAX: Final = f"{os.path.dirname(jax.__file__)}{os.sep}"
+_OTHER_ARGUMENTS: Final = "view", "flatten", "transpose"
 _KEYWORDS: Final = {"dim": "axis", "keepdim": "keepdims", "unbiased": "ddof=1 for unbiased=True"}
 
 
@@ -210,11 +215,19 @@ def hint(error: Exception, layer: str, method: str) -> str:
             return f"{found[1]} is of torch or Paddle. In JAX: {_KEYWORDS[found[1]]}."
         if "'int' object is not callable" in str(error):
             return "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
-    if isinstance(error, (TypeError, ValueError, NotImplementedError)):
-        called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        for name in ("view", "flatten", "transpose"):  # in JAX these take other arguments
-            if f"_{name}" in called or f"_{name}()" in str(error):
-                return f"x.{name} takes other arguments in JAX. In JAX: {_IN_JAX[name]}."
+    name = _method_that_raised(error) if isinstance(error, (TypeError, ValueError, NotImplementedError)) else ""
+    return f"x.{name} takes other arguments in JAX. In JAX: {_IN_JAX[name]}." if name in _OTHER_ARGUMENTS else ""
+
+
+def _method_that_raised(error: Exception) -> str:
+    """Return the name of the method whose call, in code outside of JAX, raised an error, or ""."""
+    calls = traceback.extract_tb(error.__traceback__)
+    call = [x for x in calls if not x.filename.startswith(_JAX)][-1]
+    lines = [line.encode() for line in linecache.getlines(call.filename)[(call.lineno or 1) - 1 : call.end_lineno]]
+    with contextlib.suppress(AttributeError, IndexError, SyntaxError, ValueError):
+        lines[-1] = lines[-1][: call.end_colno]
+        expression: Any = ast.parse(b"".join(lines)[call.colno :], mode="eval").body
+        return expression.func.attr
     return ""
 
 
