@@ -6,7 +6,7 @@
                                  ga gb             = host_call[name=Solve.backward] device t a b dy
 
 The first call leaves the context of its run on the host, where the second call finds it by the ticket t, the number of
-this place in the program and that of the run. If the host has dropped it (NOTE [held objects] in `_hooks/host.py`), the
+this slot in the program and that of the run. If the host has dropped it (NOTE [held objects] in `_hooks/host.py`), the
 second call runs `forward` again on a and b, so that JAX may drop, move, merge or repeat these calls. A call whose
 ticket no code reads leaves no context.
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from ._arguments import coerce, match_gradients
 from ._context import ContextState, ResidualTree, backward_context, check_returned, copy_container, positions_of_kept
-from ._hooks.host import HeldObjects, HostStore, call_on_host, new_number
+from ._hooks.host import HostStore, Slot, call_on_host, new_number
 from ._jax.rule_function import scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
 from ._jax.transparency import forbid_derivative
@@ -41,7 +41,7 @@ from ._trees import Skeleton, contains, split
 
 LayerCall = Any  # the class in `_call.py`, which imports this module
 
-MOST_BYTES = 2**30  # of the contexts of one place, each of which counts for at least `_SIZE`
+MOST_BYTES = 2**30  # of the contexts of one slot, each of which counts for at least `_SIZE`
 _SIZE: Final = 2**20
 _MOST_TRIALS: Final = 64  # of one class, since each call may pass a new lambda
 _TICKET: Final = "_ticket"  # an attribute of ctx with host = "forward"
@@ -105,7 +105,7 @@ def _refusing_tracers(call: LayerCall, method: str) -> Generator[None]:
         raise call.closed_over_error(method) from error
 
 
-class _Place(HeldObjects):
+class _LayerSlot(Slot):
     """One application of a layer: runs `forward` and `backward` on NumPy arrays, and holds contexts."""
 
     def __init__(self, call: LayerCall, needs: tuple[bool, ...]) -> None:
@@ -157,7 +157,7 @@ class _Place(HeldObjects):
         if not is_taken.any():
             return gradients
         if not is_taken.all():
-            # Tickets that are 0, or of another place, come from a batched `cond` of which an example took the other
+            # Tickets that are 0, or of another slot, come from a batched `cond` of which an example took the other
             # branch. What comes with them are no inputs: zeros, which `forward` may refuse, or other residuals. So an
             # example that took the branch stands in. tests: test_branches_of_a_batch
             rows = np.where(is_taken, np.arange(numbers.size).reshape(batch), np.argmax(is_taken))
@@ -187,17 +187,17 @@ class _Place(HeldObjects):
 _trials: weakref.WeakKeyDictionary[type, dict[Any, _Run]] = weakref.WeakKeyDictionary()
 
 
-def _trial_of(place: _Place) -> _Run:
+def _trial_of(slot: _LayerSlot) -> _Run:
     """Return a trial: that of an earlier call with the same types and statics, if there is one."""
-    arguments = place.call.arguments
+    arguments = slot.call.arguments
     types = [(t.shape, t.dtype) for t in arguments.types]
     statics = [(type(x), x) for a in arguments.passed for x in itertools.chain([a.name], *a.skeleton.parts())]
     key = jax.enable_x64.value, *types, *statics
-    known = _trials.setdefault(place.call.layer, {})
+    known = _trials.setdefault(slot.call.layer, {})
     with contextlib.suppress(Exception):  # an object may refuse to be hashed or compared
         if key in known:
             return known[key]
-    trial = _make_trial(place)
+    trial = _make_trial(slot)
     with contextlib.suppress(Exception):
         known[key] = trial
         if len(known) > _MOST_TRIALS:
@@ -205,8 +205,8 @@ def _trial_of(place: _Place) -> _Run:
     return trial
 
 
-def _make_trial(place: _Place) -> _Run:
-    call = place.call
+def _make_trial(slot: _LayerSlot) -> _Run:
+    call = slot.call
     if hasattr(call.layer, "result_types"):
         structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in call.arguments.types]
         result = call.arguments.call("result_types", call.layer.result_types, structs)
@@ -215,7 +215,7 @@ def _make_trial(place: _Place) -> _Run:
         return _Run(skeleton, types, [False] * len(types), True, None).as_trial()
     try:
         with eval_context(), np.errstate(all="ignore"):
-            trial = place.run(_example_arrays(call)).as_trial()
+            trial = slot.run(_example_arrays(call)).as_trial()
             if not trial.arrays:
                 raise ValueError(f"it returned {trial.shown() or None}: expected at least one array or number.")
             return trial
@@ -284,14 +284,14 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
                 f"{call.name}.apply, argument {path!r}: a PRNG key or a jax.Ref is no NumPy array, which the methods "
                 f"of a class with host = {call.layer.host!r} get. Pass jax.random.key_data(key), or ref[...]."
             )
-    place, state, is_held = _Place(call, ctx.needs_input_grad), ctx._state, call.layer.host is True
+    slot, state, is_held = _LayerSlot(call, ctx.needs_input_grad), ctx._state, call.layer.host is True
     if any(map(is_tracer, tensors)):
-        found = trial = _trial_of(place)
+        found = trial = _trial_of(slot)
 
         def run(device: np.ndarray, *arrays: np.ndarray, holds: bool = True) -> list[np.ndarray]:
-            result = place.run(arrays)
+            result = slot.run(arrays)
             values = trial.values_of(result, device.shape)
-            return [*values, place.hold(result, device)] if holds else values
+            return [*values, slot.hold(result, device)] if holds else values
 
         types = [*trial.arrays, ShapedArray((2,), np.dtype(np.uint32))]
         without_ticket = functools.partial(run, holds=False)
@@ -305,16 +305,16 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         # As a key, the ticket is no tensor that hooks get. tests: test_hooks_do_not_get_the_number_of_a_run
         ticket = jax.random.wrap_key_data(ticket, impl="threefry2x32")
     else:
-        found = place.run(tensors)
-        ticket = tuple(place.hold(found, np.array(0)).tolist()) if is_held else None
+        found = slot.run(tensors)
+        ticket = tuple(slot.hold(found, np.array(0)).tolist()) if is_held else None
         if hasattr(call.layer, "result_types"):  # a staged call has to return the same
-            trial = _trial_of(place)
+            trial = _trial_of(slot)
             found = trial._replace(arrays=trial.values_of(found, ()))
         values = as_arrays(found.arrays)
     state.marked += select(values, found.marked)
     state.materialize = found.materialize
     if is_held:
-        saved, attributes = tensors, {"place": place, "ticket": ticket}
+        saved, attributes = tensors, {"slot": slot, "ticket": ticket}
     else:
         saved, attributes = found.context.fill([*tensors, *values].__getitem__)
         attributes = {**attributes, _TICKET: ticket}
@@ -337,7 +337,7 @@ def depending_on_run(ctx: Any, cotangents: Sequence[Any]) -> list[Any]:
 def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: Any) -> list[Any]:
     inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
-    tensors, run = [*inputs, *given], functools.partial(ctx.place.gradients, needed, skeleton)
+    tensors, run = [*inputs, *given], functools.partial(ctx.slot.gradients, needed, skeleton)
     has_key = not isinstance(ctx.ticket, tuple)  # also a concrete one, of a vjp function that traced code returned
     ticket = jax.random.key_data(ctx.ticket) if has_key else np.asarray(ctx.ticket, np.uint32)
     if any(map(is_tracer, [ticket, *tensors])):
@@ -352,7 +352,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 
 def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) -> list[Any]:
-    trial = _trial_of(_Place(call, call.arguments.needs_input_grad([True] * len(tensors))))
+    trial = _trial_of(_LayerSlot(call, call.arguments.needs_input_grad([True] * len(tensors))))
 
     def to_front(x: Any, dim: int | None) -> np.ndarray:
         return np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)

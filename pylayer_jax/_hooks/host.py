@@ -10,8 +10,8 @@ The token 0 comes from the gradient of a batched `cond`: JAX hands zeros to the 
 NOTE [held objects]
 A program reads an object once; several times if JAX moved the packing of a loop-invariant tensor out of the loop; or
 never, if `backward` does not run. So the host drops an object only in a new forward pass: when the same device puts an
-object at the same place again, those that it has read there go. One that was never read stays until the hooks are
-closed, or Python deletes the program; the place of a layer drops the oldest beyond its limit. After an exception in a
+object at the same slot again, those that it has read there go. One that was never read stays until the hooks are
+closed, or Python deletes the program; the slot of a layer drops the oldest beyond its limit. After an exception in a
 hook, the program reads nothing more of this run, so all objects of the store count as read. A tensor that `backward`
 never reads, such as the maximum that softmax subtracts, would leave one more object in each run. So on CPU, XLA may
 remove a call of the pack hook whose token no code reads.
@@ -40,7 +40,7 @@ from pylayer_jax._trees import WeakTable
 # Python may collect an object at any line, and the finalizer of a held object may close a pair of hooks. One reentrant
 # lock for all stores rules out a deadlock.
 _lock = threading.RLock()
-_counter = itertools.count()  # of all places, so that no place finds the object of another
+_counter = itertools.count()  # of all slots, so that no slot finds the object of another
 
 
 def new_number() -> int:
@@ -49,10 +49,10 @@ def new_number() -> int:
 
 
 class HostStore:
-    """The places of equal pairs of hooks, or of all layers of NumPy."""
+    """The slots of equal pairs of hooks, or of all layers of NumPy."""
 
     def __init__(self) -> None:
-        self.places: weakref.WeakSet[HeldObjects] = weakref.WeakSet()
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._owners = WeakTable()  # the hooks that are not closed yet; equal pairs are different owners
 
     def add_owner(self, hooks: Any) -> None:
@@ -63,16 +63,17 @@ class HostStore:
         dropped: list[Any] = []
         with _lock:
             self._owners.drop(hooks)
-            for place in [] if len(self._owners) else list(self.places):
-                dropped.append(place.objects)
-                place.objects = {}
+            slots = () if len(self._owners) else list(self.slots)
+            for slot in slots:
+                dropped.append(slot.objects)
+                slot.objects = {}
         del dropped  # release the objects outside the lock, since their finalizers may run any code
 
     def mark_as_read(self, device: int) -> None:
-        """Let each place drop its objects when `device` puts an object there again."""
+        """Let each slot drop its objects when `device` puts an object there again."""
         with _lock:
-            for place in list(self.places):
-                place.may_drop.setdefault(device, set()).update(place.objects)
+            for slot in list(self.slots):
+                slot.may_drop.setdefault(device, set()).update(slot.objects)
 
 
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
@@ -83,8 +84,8 @@ def store_of(key: Any) -> HostStore:
         return _stores.get(key) or _stores.setdefault(key, HostStore())
 
 
-class HeldObjects:
-    """The last object, and others up to `limit` bytes in all, of one place in a program: see NOTE [held objects]."""
+class Slot:
+    """A place in a program with its last object, and others up to `limit` bytes in all: see NOTE [held objects]."""
 
     def __init__(self, store: HostStore, limit: float = math.inf) -> None:
         self.objects: dict[int, tuple[Any, int]] = {}  # number -> (object, its size), the oldest first
@@ -92,13 +93,13 @@ class HeldObjects:
         self.store = store  # kept alive, so that a later equal pair can close the store
         self._limit = limit
         with _lock:
-            store.places.add(self)
+            store.slots.add(self)
 
     def put(self, number: int, value: Any, device: int, size: int = 0) -> None:
         with _lock:
             dropped = [self.objects.pop(number, None) for number in self.may_drop.pop(device, ())]
             self.objects[number] = value, size
-            excess = sum(size for _, size in self.objects.values()) - self._limit if self._limit < math.inf else 0
+            excess = sum(size for _, size in self.objects.values()) - self._limit
             while excess > 0 and len(self.objects) > 1:
                 oldest = self.objects.pop(next(iter(self.objects)))
                 excess -= oldest[1]
@@ -139,8 +140,8 @@ def call_on_host(
     axes = manual_axes()
     device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
     types = [ShapedArray(t.shape, t.dtype) for t in results]
-    shorter = None if without_last is None else named(without_last)
-    function = HostFunction(name, named(run), types, has_x64=jax.enable_x64.value, without_last=shorter, **options)
+    options["without_last"] = without_last and named(without_last)
+    function = HostFunction(name, named(run), types, has_x64=jax.enable_x64.value, **options)
     return host_call_p.bind(device, *operands, payload=function), device
 
 
@@ -148,7 +149,7 @@ def pack_on_host(
     store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
 ) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
     """Pack a tensor of a compiled program on the host. Return a token, and a function that unpacks the tensor of it."""
-    expected, packed = typeof(tensor), HeldObjects(store)
+    expected, slot = typeof(tensor), Slot(store)
 
     def call(hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
         name = f"{hook} for {where}"
@@ -159,14 +160,14 @@ def pack_on_host(
 
     def put(device: Any, array: Any) -> list[Any]:
         token = new_number()
-        packed.put(token, pack(np.require(array, requirements="W")), int(device))  # a copy, if JAX holds the memory
+        slot.put(token, pack(np.require(array, requirements="W")), int(device))  # a copy, if JAX holds the memory
         return [np.uint32(token)]
 
     def get(device: Any, token: Any) -> list[Any]:
         if not token:
             return [np.zeros(expected.shape, expected.dtype)]
         try:
-            found = packed.get(int(token), int(device))
+            found = slot.get(int(token), int(device))
         except KeyError:
             raise RuntimeError(
                 "the result of pack_hook is no longer held: the forward of this program ran again after it was used, "
