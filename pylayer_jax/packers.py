@@ -573,9 +573,8 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __init__(self, *pairs: saved_tensors_hooks, only: Only = None) -> None:
         if not pairs:
             raise TypeError("chain takes one pair of hooks or more, got none.")
-        given: Any = pairs
         steps: list[Step] = []
-        for number, hooks in enumerate(given, 1):
+        for number, hooks in enumerate(list[Any](pairs), 1):
             if not isinstance(hooks, saved_tensors_hooks):
                 hint = " Write it with parentheses." if isinstance(hooks, type) else ""
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {hooks!r}.{hint}")
