@@ -82,14 +82,10 @@ class TensorFunction:
             return set()
         # Casts of what forward only saves do not count, nor do casts to fewer than 16 bits, which a layer makes to
         # quantize: the tolerance of float8 would be 0.35.
-        names: set[str] = set()
-        for equation in all_equations(jaxpr, are_live=True):
-            if equation.primitive.name == "convert_element_type":
-                old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-                is_float = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
-                if is_float and new.itemsize > 1 and jnp.finfo(new).eps > jnp.finfo(old).eps:
-                    names.add(new.name)
-        return names
+        casts = [e for e in all_equations(jaxpr, are_live=True) if e.primitive.name == "convert_element_type"]
+        dtypes = [(e.invars[0].aval.dtype, e.outvars[0].aval.dtype) for e in casts]
+        of_floats = [pair for pair in dtypes if all(jnp.issubdtype(dtype, jnp.inexact) for dtype in pair)]
+        return {new.name for old, new in of_floats if new.itemsize > 1 and jnp.finfo(new).eps > jnp.finfo(old).eps}
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
         """Return the outputs of a run under `jax.vjp`, and the positions of those that have a gradient."""
@@ -211,12 +207,6 @@ class Case:
     epsilon: float  # machine epsilon of the narrowest dtype in the computation
     noise: Arrays  # for each array, one number or one per entry
 
-    def tolerance(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
-        epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
-        rtol = epsilon**0.5 if self.rtol is None else self.rtol
-        atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
-        return atol + rtol * np.abs(expected) + self.noise.get(name, 0.0)
-
 
 @np.errstate(all="ignore")
 def mismatch_of(case: Case) -> MismatchError | None:
@@ -226,7 +216,10 @@ def mismatch_of(case: Case) -> MismatchError | None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
             return MismatchError(f"{label} is {type_text(got)}, but {type_text(expected)} {case.source}.")
         got_numbers, numbers = exact(got), exact(expected)
-        allowed = case.tolerance(name, np.dtype(int) if is_key(got) else got.dtype, numbers)
+        epsilon = case.epsilon if has_tangent(got) else 0.0
+        rtol = epsilon**0.5 if case.rtol is None else case.rtol
+        atol = epsilon**0.5 * largest(numbers) if case.atol is None else case.atol
+        allowed = atol + rtol * np.abs(numbers) + case.noise.get(name, 0.0)
         error = np.where(got_numbers == numbers, 0.0, np.abs(got_numbers - numbers))
         excess = np.where(np.isnan(got_numbers) & np.isnan(numbers), -np.inf, error - allowed)
         wrong = ~(excess <= 0)
