@@ -383,12 +383,11 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
 
 
 def directional_cases(
-    subject: Subject, slope_along: SlopeFunction, limit: int, source: str, rtol: float | None = None
+    subject: Subject, slope_along: SlopeFunction, limit: int, source: str, rtol: float
 ) -> Iterator[Case]:
     """Compare up to `limit` entries of each gradient, and a random direction if there are more, with slopes."""
     rng = subject.random(9)
-    default = subject.epsilon**0.5 if rtol is None else rtol
-    relative = default if subject.options.rtol is None else subject.options.rtol
+    relative = rtol if subject.options.rtol is None else subject.options.rtol
 
     def case(name: str, got: Any, expected: Any, noise: Any) -> Case:
         given = subject.case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source)
@@ -532,7 +531,7 @@ def _forward_cases(
         size = sum(float(np.sum(np.abs(x))) for x in terms)
         return Slope(sum(float(np.sum(x).real) for x in terms), 4 * subject.epsilon * size, exact(tangent))
 
-    return directional_cases(subject, slope_along, limit, how)
+    return directional_cases(subject, slope_along, limit, how, subject.epsilon**0.5)
 
 
 def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
@@ -721,12 +720,12 @@ _MOST_CHOICES = 16  # the largest number of choices of batched tensors that `che
 
 def check_vmap(subject: Subject) -> Cases:
     function, positions = subject.function, subject.function.differentiated_positions
+    names_of = lambda positions: ", ".join(function.paths[p] for p in positions)
     # For each choice, by a text for messages: the batch axes by the positions of the batched tensors.
     choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):
         for chosen in itertools.combinations(positions, n):
-            names = ", ".join(function.paths[p] for p in chosen)
-            choices[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
+            choices[f", {names_of(chosen)} alone mapped"] = dict.fromkeys(chosen, 0)
     choices = dict(itertools.islice(choices.items(), _MOST_CHOICES))
     for i, (description, batch_axes) in enumerate(choices.items()):
         # The first choice runs in eager mode. The others are compiled, which is faster.
@@ -736,10 +735,9 @@ def check_vmap(subject: Subject) -> Cases:
     mapped = [p for p, x in enumerate(function.tensors) if p in positions or "rbg" not in str(x.dtype)]
     if mapped == positions:
         return done
-    names = ", ".join(function.paths[p] for p in mapped if p not in positions)
-    batch_axes = dict.fromkeys(mapped, 0)
+    names = names_of([p for p in mapped if p not in positions])
     try:
-        case = _case_of_examples(subject, batch_axes, f" of vmap, {names} mapped too")
+        case = _case_of_examples(subject, dict.fromkeys(mapped, 0), f" of vmap, {names} mapped too")
     except Exception as error:  # the layer may need a concrete integer, as a shape or an axis
         return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
     yield case
@@ -753,7 +751,6 @@ def _case_of_examples(subject: Subject, batch_axes: dict[int, int], label: str, 
         x if axis is None else jnp.stack([_example(x, i) for i in range(_EXAMPLES)], axis)
         for x, axis in zip(function.tensors, axes, strict=True)
     ]
-
     run = lambda xs: function.with_tensors(xs).run()
 
     def run_each(xs: list[Any]) -> list[Any]:
