@@ -253,16 +253,14 @@ def compare_programs(
         limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
         pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]
         traced += [exact, *map(under, pairs)]
-    rows: list[ComparedProgram] = []
-    steps: list[Callable[[], Any]] = []
+    compiled: list[tuple[ComparedProgram, Callable[[], Any]]] = []
     with progress() as show:
         for program in traced:
-            row, step = compiler.compile(*program)
-            rows.append(row)
-            steps.append(step)
-            _show_row(show, rows, -1)
+            compiled.append(compiler.compile(*program))
+            _show_row(show, [row for row, _ in compiled], -1)
+    rows = [row for row, _ in compiled]
     if compiler.has_values and rounds:
-        timed = [(step, math.ceil(_SECONDS_PER_ROUND / timeit(step, number=1)), list[float]()) for step in steps]
+        timed = [(step, math.ceil(_SECONDS_PER_ROUND / timeit(step, number=1)), list[float]()) for _, step in compiled]
         for i in range(rounds):  # each with every step, so that a slower machine slows all steps down together
             # In the same order in every round, each step would always run after the same other step.
             for step, n, seconds in reversed(timed) if i % 2 else timed:
