@@ -23,17 +23,16 @@ import numpy as np
 
 from . import __version__, _demo
 from ._report import function_of
-from .testing import check_layer
+from .testing._checkers import LayerReport, check_layer
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command line. Return 0 if the demo reached its goals or the layer passed, else 1."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
-        passed, report = check(arguments[1:])
+        report = check(arguments[1:])
         encoding = sys.stdout.encoding or "utf-8"
-        print(report.encode(encoding, "namereplace").decode(encoding))  # a pipe on Windows cannot encode a tick
-        return 0 if passed else 1
+        print(str(report).encode(encoding, "namereplace").decode(encoding))  # a pipe on Windows cannot encode a tick
+        return 0 if report.passed else 1
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
         usage="%(prog)s [--epochs EPOCHS] [--seed SEED] [--quiet]\n       %(prog)s check MODULE:LAYER SPEC...",
@@ -58,10 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 # -- check -----------------------------------------------------------------------------------------------
 
 _BITS: Final = {"float": (16, 32, 64), "complex": (64, 128), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
-_DTYPES: Final = {f"{kind[0]}{n}": f"{kind}{n}" for kind, sizes in _BITS.items() for n in sizes} | {
-    "bf16": "bfloat16",
-    "bool": "bool",
-}
+_NUMBERS: Final = {f"{kind[0]}{n}": f"{kind}{n}" for kind, sizes in _BITS.items() for n in sizes}
+_DTYPES: Final = {**_NUMBERS, "bf16": "bfloat16", "bool": "bool"}
 _SPECS: Final = f"""\
 An argument of the layer (SPEC) is one of
   "f32[8,8]" "f32[]"   an array of random numbers, with absolute values from 0.2 to 1.2 and random signs; or of random
@@ -77,8 +74,8 @@ example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5
 """
 
 
-def check(arguments: list[str]) -> tuple[bool, str]:
-    """Return whether the layer passes all checks, and the report. Exit with status 2 if an argument is invalid."""
+def check(arguments: list[str]) -> LayerReport:
+    """Return the report about the layer. Exit with status 2 if an argument is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
         description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"
@@ -108,7 +105,7 @@ def check(arguments: list[str]) -> tuple[bool, str]:
     rng = np.random.default_rng(options.seed)
     try:
         with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
-            report = check_layer(
+            return check_layer(
                 _load(options.layer),
                 *[_argument(spec, rng, options.seed) for spec in options.specs],
                 reference=None if options.reference is None else _load(options.reference),
@@ -120,7 +117,6 @@ def check(arguments: list[str]) -> tuple[bool, str]:
             )
     except ValueError as error:  # an argument of the command or of `check_layer` is invalid
         parser.error(str(error))
-    return report.passed, str(report)
 
 
 def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
@@ -169,4 +165,4 @@ def _resolve(name: str, shown: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -67,8 +67,7 @@ Parameters = list[tuple[jax.Array, jax.Array]]  # the weight and the bias of eac
 
 
 def new_parameters(key: jax.Array) -> Parameters:
-    keys, sizes = jax.random.split(key, len(WIDTHS) - 1), itertools.pairwise(WIDTHS)
-    layers = zip(keys, sizes, strict=True)
+    layers = zip(jax.random.split(key, len(WIDTHS) - 1), itertools.pairwise(WIDTHS), strict=True)
     return [(jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, jnp.zeros(n)) for k, (m, n) in layers]
 
 
