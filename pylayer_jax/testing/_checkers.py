@@ -173,8 +173,7 @@ class LayerReport:
         differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
         mismatched = [row for row in self.rows if isinstance(row.error, MismatchError)]
         is_in_tuple = self.has_only_a_tuple and not self.rows[0].passed
-        at_other_values = any(" for other values (" in row.message for row in mismatched)
-        is_nonlinear = any(row.name == "linear" for row in mismatched)
+        wants_reference = differ and not self.has_reference
         communicates = any(isinstance(row.error, NameError) and "axis name" in row.message for row in self.rows)
         hints = {
             "check_layer takes the arguments singly, as in check_layer(Layer, x, w), not in a tuple.": is_in_tuple,
@@ -182,18 +181,16 @@ class LayerReport:
             "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args).": communicates,
             "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
             "reference=FUNCTION: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
-            f"jnp.round(x) - x); or skip={differ + once}.": differ and not self.has_reference,
-            f"Is the layer meant to have no second derivative? Then pass skip={once}.": (
-                once and (self.has_reference or not differ)
-            ),
+            f"jnp.round(x) - x); or skip={differ + once}.": wants_reference,
+            f"Is the layer meant to have no second derivative? Then pass skip={once}.": once and not wants_reference,
             "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
             "perhaps\nskip=['second order']. Does it compute in a narrower dtype by NumPy? Then pass "
             "float64=False.": differ,
             "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
             "converges?\nThen check a function that makes them, as in lambda a: "
-            "Layer.apply((a + a.T) / 2).": at_other_values,
+            "Layer.apply((a + a.T) / 2).": any(" for other values (" in row.message for row in mismatched),
             "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "
-            "skip=['linear'].": is_nonlinear,
+            "skip=['linear'].": any(row.name == "linear" for row in mismatched),
         }
         return [hint for hint, applies in hints.items() if applies]
 
