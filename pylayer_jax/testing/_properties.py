@@ -485,9 +485,7 @@ def check_forward_over_reverse(subject: Subject) -> Cases:
             tangents = _jvp(subject, subject.function.with_values(args[:count]), u)
             return [w * t for w, t in zip(args[count:], tangents, strict=True)]
 
-        def jvp(j: int, tangent: Any) -> list[Any]:
-            return jax.jvp(products, tuple(second.function.values), _zeros_but(second, j, tangent))[1]
-
+        jvp = lambda j, t: jax.jvp(products, tuple(second.function.values), _zeros_but(second, j, t))[1]
         ones = [np.ones(())] * len(subject.cotangents)
         yield from _forward_cases(second, jvp, 0, "by jax.jvp of jax.jvp", weights=ones)
     yield from _under_jit(second, "by jax.jvp of the gradients, under jit")
@@ -560,10 +558,7 @@ _CHANGES: tuple[Callable[[Any], Any], ...] = (
 
 def check_repeatable(subject: Subject) -> Cases:
     function, w = subject.function, subject.cotangents
-
-    def case(label: str, pull: Any) -> Case:
-        return subject.case(label, function.with_names(pull(w)), source="by the first run")
-
+    case = lambda label, pull: subject.case(label, function.with_names(pull(w)), source="by the first run")
     pull = function.vjp(w)
     yield case(" by another run", pull)
     yield case(" when the vjp function is called a second time", pull)
@@ -720,12 +715,12 @@ _MOST_CHOICES = 16  # the largest number of choices of batched tensors that `che
 
 def check_vmap(subject: Subject) -> Cases:
     function, positions = subject.function, subject.function.differentiated_positions
-    names_of = lambda positions: ", ".join(function.paths[p] for p in positions)
     # For each choice, by a text for messages: the batch axes by the positions of the batched tensors.
     choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):
         for chosen in itertools.combinations(positions, n):
-            choices[f", {names_of(chosen)} alone mapped"] = dict.fromkeys(chosen, 0)
+            names = ", ".join(function.paths[p] for p in chosen)
+            choices[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
     choices = dict(itertools.islice(choices.items(), _MOST_CHOICES))
     for i, (description, batch_axes) in enumerate(choices.items()):
         # The first choice runs in eager mode. The others are compiled, which is faster.
@@ -735,7 +730,7 @@ def check_vmap(subject: Subject) -> Cases:
     mapped = [p for p, x in enumerate(function.tensors) if p in positions or "rbg" not in str(x.dtype)]
     if mapped == positions:
         return done
-    names = names_of([p for p in mapped if p not in positions])
+    names = ", ".join(function.paths[p] for p in mapped if p not in positions)
     try:
         case = _case_of_examples(subject, dict.fromkeys(mapped, 0), f" of vmap, {names} mapped too")
     except Exception as error:  # the layer may need a concrete integer, as a shape or an axis

@@ -131,10 +131,7 @@ def tensor_function(checker: str, function: Any, args: Any, kwargs: Mapping[str,
             f"{checker}: expected the arguments as a tuple, got {type(args).__name__}. Pass (x,) for one x."
         )
     keywords = dict(kwargs or {})
-
-    def run(*values: Any) -> Any:
-        return call(*values[: len(args)], **dict(zip(keywords, values[len(args) :], strict=True)))
-
+    run = lambda *values: call(*values[: len(args)], **dict(zip(keywords, values[len(args) :], strict=True)))
     result = TensorFunction(run, {f"args[{i}]": value for i, value in enumerate(args)} | keywords)
     if not result.differentiated_positions:
         raise ValueError(
