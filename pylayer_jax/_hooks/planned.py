@@ -664,9 +664,8 @@ class Plan:
                 again, residuals = self._missing(read, known, backward.maker)
                 # A barrier takes no Refs.
                 replaced = [v for v in read if v in backward.dependent and isinstance(v.aval, ShapedArray)]
-                broadcasts = list[Any]()
-                if is_program:
-                    replaced, broadcasts = self._before_broadcasts(replaced, known, backward)
+                found = self._before_broadcasts(replaced, known, backward) if is_program else (replaced, list[Any]())
+                replaced, broadcasts = found
                 restored, equations = [*residuals], [*broadcasts, *again]
                 read_anew = {v for v in residuals if v in self.graph.free or v in self.small}
                 for x in again:
@@ -804,8 +803,7 @@ class Planned(HookedFunction):
                 self._plans[key] = self._new_plan(nonzero, plan_at)
             plan = self.plan = self._plans[key]
             values, residuals, further = plan.run_forward(primals)
-        # A decorated function around this one may pack the free inputs, or compute them again: it learns how this one
-        # reads them.
+        # A decorated function around this one, which may pack the free inputs, learns how this one reads them.
         is_nested = active.value is PLANNED and not self.is_body
         for i, v in enumerate(plan.residual_variables if is_nested else ()):
             if not is_tracer(residuals[i]):
