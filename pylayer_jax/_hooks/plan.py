@@ -223,10 +223,9 @@ class Graph:
         for e in self.jaxpr.eqns:
             facts = FACTS[e.primitive.name]
             if Error.RELATIVE in facts.recomputed:
-                (v,) = e.outvars
                 found = _degrees(e, [degrees.get(x, {}) for x in e.invars if not isinstance(x, Literal)])
                 raised.update(x for x, degree in found.items() if degree >= 3)
-                degrees[v] = found | ({v: 1} if facts.adds_degrees else {})
+                degrees |= {v: found | ({v: 1} if facts.adds_degrees else {}) for v in e.outvars}
         return raised
 
     @functools.cached_property
@@ -269,9 +268,8 @@ class Graph:
         while True:
             kept, shared, first_of = set[Any](), set[Any](), dict[Any, int]()
             for n, wanted in enumerate(wanted_by_segment):
-                far = {v for v, first in first_of.items() if self._is_far(v, n - first)}
-                kept_here, made_here = self._cut(terms and terms.price, wanted, kept, shared, far)
-                first_of = dict.fromkeys(made_here, n) | first_of
+                is_far = functools.partial(self._is_far, first_of, n)
+                kept_here, made_here = self._cut(terms and terms.price, wanted, kept, shared, is_far)
                 kept |= kept_here
                 # The segment that backward runs before this one may make it for both.
                 shared = made_here - shared if terms and terms.shares else set()
@@ -285,10 +283,11 @@ class Graph:
         # An iteration of a scan holds only what it makes itself.
         return terms is not None and not self._is_in_scan
 
-    def _is_far(self, v: Any, n_segments: int) -> bool:
-        """Return whether a segment is too far from the first one that made a variable to make it again."""
-        is_product = FACTS[self.maker[v].primitive.name].is_product
-        return n_segments >= (_MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES) and v not in self.from_keys
+    def _is_far(self, first_of: dict[Any, int], n: int, v: Any) -> bool:
+        """Return whether segment `n` is too far from the first one that asked for a variable to make it again."""
+        is_product = v in self.maker and FACTS[self.maker[v].primitive.name].is_product
+        most = _MOST_TIMES_OF_PRODUCT if is_product else _MOST_TIMES
+        return n - first_of.setdefault(v, n) >= most and v not in self.from_keys
 
     def _cut(
         self,
@@ -296,7 +295,7 @@ class Graph:
         residuals: Iterable[Any],
         kept: Collection[Any],
         shared: Collection[Any],
-        far: Collection[Any],
+        is_far: Callable[[Any], bool],
     ) -> tuple[set[Any], set[Any]]:
         """Return what to keep for some residuals beside what is kept for others, and what is made again."""
         number_of: dict[Any, int] = {}
@@ -311,7 +310,7 @@ class Graph:
             node = number_of[v] = 2 * len(number_of) + 2  # node: it is needed; node + 1: backward makes it
             size = self.keeping(v).bytes
             edges.append((node, node + 1, int(size * (_BYTE if price is None else price * _UNIT)) + 1))
-            if v in far or not self.may_make(v, has_limit=price is not None):
+            if is_far(v) or not self.may_make(v, has_limit=price is not None):
                 edges.append((node + 1, sink, _INFINITE))
                 continue
             e = self.maker[v]
