@@ -233,7 +233,7 @@ class Program:
     def operation(self, source: Source) -> str:
         """Return the name of the operation that computes a value: of a function of jax.numpy, or of a primitive."""
         for e in source.equations:
-            if name := self._named.get(e.source_info.traceback, ("", ()))[0]:
+            if name := self._named.get(id(e.source_info.traceback), ("", ()))[0]:
                 return name
             if e.primitive.name == "jit" and (name := name_of_equation(e)):
                 return name
@@ -247,14 +247,15 @@ class Program:
             is_view = bool(source.operands) and not source.layer and FACTS[source.name].is_view
             if not is_view or source.operands[0].is_constant or source.operands[0].packed:
                 break
-            source = source.operands[0]
+            e = source.equations[-1]  # a `device_put` of several arrays has a result for each
+            source = source.operands[e.outvars.index(source.variable) if len(e.outvars) == len(e.invars) else 0]
         own = outer
         if source.is_input and source.variable not in computed:
             own = Origin()
         elif source.equations:
             operation = "" if source.layer else self.operation(source)
             own_sources = [e.source_info for e in source.equations]
-            _, around = self._named.get(own_sources[-1].traceback, ("", ()))
+            _, around = self._named.get(id(own_sources[-1].traceback), ("", ()))
             sources = (*outer.sources, *around, *own_sources)
             own = dataclasses.replace(outer, operation=operation, layer=source.layer, sources=sources)
         savers = [note for note in notes if note.layer]
@@ -278,20 +279,20 @@ def name_of_equation(equation: Any) -> str:
 
 
 def names_of_equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> dict[Any, tuple[str, tuple[Any, ...]]]:
-    """Return names of operations, and the calls of `jax.checkpoint` around them, by traceback: derivatives share it."""
+    """Return names of operations, and calls of `jax.checkpoint` around, by id of a traceback that derivatives share."""
     found: dict[Any, tuple[str, tuple[Any, ...]]] = {}
     for equation in jaxpr.eqns:
         inner, source, name = inner_jaxprs(equation.params), equation.source_info, name_of_equation(equation)
         # Equations of a function that JAX inlines have one traceback. The last one names it, but a move does not.
-        is_move = FACTS[equation.primitive.name].is_move
-        if source.traceback is not None and not (is_move and source.traceback in found):
-            found[source.traceback] = name, around
+        is_move, key = FACTS[equation.primitive.name].is_move, id(source.traceback)
+        if source.traceback is not None and not (is_move and key in found):
+            found[key] = name, around
         if inner and not name:
             outer = (*around, source) if equation.primitive.name == "remat2" else around
             for code in inner:
-                for traceback, (inner_name, sources) in names_of_equations(code, outer).items():
+                for key, (inner_name, sources) in names_of_equations(code, outer).items():
                     # JAX traces a function once for several calls, perhaps from different functions.
-                    known = found.get(traceback, ("", sources))[1]
+                    known = found.get(key, ("", sources))[1]
                     is_same = len(known) == len(sources) and not any(map(frames_between, known, sources))
-                    found[traceback] = inner_name, (sources if is_same else ())
+                    found[key] = inner_name, (sources if is_same else ())
     return found

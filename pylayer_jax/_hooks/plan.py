@@ -169,13 +169,13 @@ class Graph:
     def _free(self, outside: Collection[Any]) -> tuple[set[Any], dict[Any, Any]]:
         """Return the free variables, and the input of each of these and of other views."""
         free, input_of = set(outside), {v: v for v in outside}
-        for e in self.jaxpr.eqns:
-            read = self._read[id(e)]
+        for e in [e for e in self.jaxpr.eqns if FACTS[e.primitive.name].is_view]:
             # Of several operands, the first is the array, or each has a result, as in a `device_put`.
-            arrays = read if len(read) == len(e.outvars) else read[:1] * len(e.outvars)
-            if FACTS[e.primitive.name].is_view and read and input_of.keys() >= set(arrays):
-                free.update(e.outvars if free.issuperset(read) else ())
-                input_of |= {v: input_of[x] for v, x in zip(e.outvars, arrays, strict=True)}
+            arrays = e.invars if len(e.invars) == len(e.outvars) else e.invars[:1] * len(e.outvars)
+            pairs = [(v, x) for v, x in zip(e.outvars, arrays, strict=False) if not isinstance(x, Literal)]
+            if input_of.keys() >= {x for _, x in pairs}:
+                free.update([v for v, _ in pairs] if free.issuperset(self._read[id(e)]) else ())
+                input_of |= {v: input_of[x] for v, x in pairs}
         return free, input_of
 
     @functools.cached_property

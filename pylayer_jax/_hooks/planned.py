@@ -163,10 +163,8 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     if name == "cond" and around.pair.moves_to_host:
         return [e]
     n_before, carried = body_inputs(e)
-    place_of_computed = (
-        Place.COMPUTED if name == "shard_map" else Place.LENT
-    )  # a shard_map packs what it reads, in shards
-    places = [Place.OUTSIDE if x else place_of_computed for x in is_outside[n_before:]]
+    of_computed = Place.COMPUTED if name == "shard_map" else Place.LENT  # a shard_map packs what it reads, in shards
+    places = [Place.OUTSIDE if x else of_computed for x in is_outside[n_before:]]
     for i in carried:
         places[i] = Place.COMPUTED
     origin = dataclasses.replace(around.origin, operation=name, sources=(*around.origin.sources, e.source_info))
@@ -271,8 +269,8 @@ class Derivative:
             results = [Var(v.aval) for v in e.outvars] if calls else e.outvars
             equations.append(e.replace(invars=operands, outvars=results))
             self.calls_of |= dict.fromkeys(results, calls)
-            # JAX gives derivatives the traceback of their operation, and all of its own jitted function one traceback.
-            operation = tuple(dict.fromkeys([id(x.source_info.traceback) for x in (*calls, e)]))
+            # JAX gives derivatives the traceback of their operation, and one to all of its own jitted function.
+            operation = tuple(dict.fromkeys([id(x.source_info.traceback or x) for x in (*calls, e)]))
             self.operation_of |= dict.fromkeys(results, operation)
             if key is not None:
                 computed[key] = results
@@ -333,7 +331,7 @@ class Derivative:
         return [self.readers.keys() & read for read in (first, *others)]
 
     def backward(self, used: Sequence[bool]) -> Pass:
-        """`used`: which of the values with a tangent have a cotangent."""
+        """Return the pass for a mask of the values with a tangent: whether each has a cotangent."""
         if (key := tuple(used)) in self._passes:
             return self._passes[key]
         n = len(self.residuals)
@@ -805,6 +803,7 @@ class Planned(HookedFunction):
             values, residuals, further = plan.run_forward(primals)
         # A decorated function around this one, which may pack the free inputs, learns how this one reads them.
         is_nested = active.value is PLANNED and not self.is_body
+        not_computed = select(primals, [place is not Place.COMPUTED for place in self._places])
         for i, v in enumerate(plan.residual_variables if is_nested else ()):
             if not is_tracer(residuals[i]):
                 continue
@@ -814,10 +813,11 @@ class Planned(HookedFunction):
                 (residuals[i],) = apply(SavedByRule(own_type, "", *flags), [residuals[i]])
             if v in plan.inputs_read_again:
                 (residuals[i],) = apply(ReadAgain(own_type), [residuals[i]])
+            if v in plan.graph.free:
+                not_computed.append(residuals[i])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)
         linear = Pullback(self.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
-        not_computed = select(primals, [place is not Place.COMPUTED for place in self._places])
         arrays = [*held(as_arrays(arrays), not_computed), *further]
         return values, linear, arrays, plan.derivative.vjp.nonzero
 

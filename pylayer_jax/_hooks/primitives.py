@@ -135,8 +135,8 @@ def _of_far_values(equation: Any, operands: Sequence[Operand]) -> bool:
     # The difference of near values multiplies a relative error: exp(h) - 1 of a rounded exp(h) would be 0 for small h.
     if not _of_same_tensors(equation, operands):
         return False
-    numbers = [np.real(x.value) for x in operands if x.is_exact]
-    is_sum = not any((n > 0) == (equation.primitive.name == "sub") for n in numbers)
+    is_sub, numbers = equation.primitive.name == "sub", [np.real(x.value) for x in operands if x.is_exact]
+    is_sum = not any((n > 0) == is_sub for n in numbers or [is_sub])  # of values that are taken as positive
     return is_sum or any(not x.is_exact and (x.distance == SAME or x.by in _SIGMOIDS) for x in operands)
 
 

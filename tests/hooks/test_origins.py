@@ -170,6 +170,13 @@ def test_a_result_keeps_the_origin_that_it_has_inside(place, mode):
     assert ("mul", ("Module",)) in seen
 
 
+@pytest.mark.parametrize("use", [lambda f, x: f(x), lambda f, x: jax.device_put((x, f(x)))[1]])
+def test_one_line_that_applies_several_functions(use):
+    loss = lambda x: sum(jnp.sum(jnp.square(use(f, x))) for f in (jnp.tanh, jnp.sin, jnp.cos))
+    report = saved_tensors_report(by_name({"sin": cast_saved(recompute=False)})(loss), X)
+    assert {row.name for row in report.rows if row.packed_bytes < row.bytes} == {"sin"}
+
+
 @EAGER_AND_JIT
 @pytest.mark.parametrize("place", ["plain", "scan", "checkpoint that saves all"])
 def test_a_predicate_gets_the_functions_around(place, mode):

@@ -205,6 +205,7 @@ MULTIPLYING = {
     "in a loop": lambda w, x: jnp.sum(jax.lax.scan(lambda c, h: (c * jnp.sin(50 * h), c), x @ V, (x @ w)[None])[0]),
     "squares of squares": lambda w, x: jnp.sum(jnp.square(jnp.square((h := x @ w) * h)) * (x @ V)),
     "powers of powers": lambda w, x: jnp.sum(((x @ w) ** 2) ** 5 * (x @ V)),
+    "h * h - h near 1": lambda w, x: jnp.sum(jnp.square((h := 1 - 1e-3 * jnp.exp(x @ w)) * h - h)),
     "exp(h) - 1": lambda w, x: jnp.sum(jnp.square(jnp.exp(1e-3 * (x @ w)) - 1)),
     "powers of a product": lambda w, x: jnp.sum((p := (x @ w) * (x @ V)) * p * p * p),
     "saturated tanh": lambda w, x: jnp.sum((y := jnp.tanh(4 * (x @ w))) * V[0] + 1e-6 * y * y),
@@ -243,6 +244,11 @@ def test_a_tensor_is_not_computed_from_coarser_ones(pair):
     f = lambda w, x: jnp.sum(jnp.sin(jax.nn.sigmoid(h := x @ w) * (x @ V)) + h**2)
     shown = [row for row in saved_tensors_report(pair(f), W, X).rows if row.name == "logistic"]
     assert any(row.packed_bytes >= row.bytes // 2 for row in shown)
+
+
+def test_what_a_layer_in_an_inner_decorated_function_saves_is_packed():
+    inner = cast_saved()(lambda h: Multiply.apply(h, h))
+    assert saved_tensors_report(cast_saved()(lambda w, x: jnp.sum(inner(x @ w))), W, X).total_bytes == X.nbytes / 2
 
 
 def test_what_an_inner_decorated_function_computes_from_again_is_not_rounded():
