@@ -170,11 +170,11 @@ def test_a_result_keeps_the_origin_that_it_has_inside(place, mode):
     assert ("mul", ("Module",)) in seen
 
 
-@pytest.mark.parametrize("use", [lambda f, x: f(x), lambda f, x: jax.device_put((x, f(x)))[1]])
+@pytest.mark.parametrize("use", [lambda f, x: f(x), lambda f, x: jax.device_put((jnp.cosh(x), f(x)))[1]])
 def test_one_line_that_applies_several_functions(use):
-    loss = lambda x: sum(jnp.sum(jnp.square(use(f, x))) for f in (jnp.tanh, jnp.sin, jnp.cos))
+    loss = lambda x: sum(jnp.sum(x * use(f, x)) for f in (jnp.tanh, jnp.sin, jnp.arctan))
     report = saved_tensors_report(by_name({"sin": cast_saved(recompute=False)})(loss), X)
-    assert {row.name for row in report.rows if row.packed_bytes < row.bytes} == {"sin"}
+    assert {row.name: row.times for row in report.rows if row.packed_bytes < row.bytes} == {"sin": 2}
 
 
 @EAGER_AND_JIT
