@@ -224,7 +224,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             nonlocal is_first_call
             if active.value is OFF:
                 return function(*args, **kwargs)
-            is_first, is_first_call = is_first_call, False  # JAX may call a compiled step later, unseen by a watch
+            is_first, is_first_call = is_first_call, False  # a later call may run a compiled step, unseen by a watch
             if not nothing_is_traced():
                 return self._planned(function, args, kwargs)
             has_block, n_used_before = not self._pair.needs_plan, self._pair.n_used

@@ -271,7 +271,7 @@ class Graph:
                 is_far = functools.partial(self._is_far, first_of, n)
                 kept_here, made_here = self._cut(terms and terms.price, wanted, kept, shared, is_far)
                 kept |= kept_here
-                # The segment that backward runs before this one may make it for both.
+                # The next segment may have what this one made, but not what this one was given.
                 shared = made_here - shared if terms and terms.shares else set()
             made = self._made_from(kept)
             failed = self._failed(kept, made) if terms is None else ()
@@ -354,7 +354,7 @@ class Graph:
     ) -> tuple[dict[Any, Made], set[Any]]:
         known: dict[Any, Made] = {}
         for v, source in ({v: v for v in operations} | self._lent_input_of).items():
-            is_lent = source in self._lent_input_of
+            is_lent = v in self._lent_input_of
             roundings = roundings_of(self.pair.all_steps(), v.aval) if is_lent else self.keeping(v).roundings
             known[v] = Made({source: 1} if roundings else {}, roundings, operations[source], frozenset(), "")
         made: dict[Any, Made] = {}

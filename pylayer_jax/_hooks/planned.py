@@ -146,7 +146,7 @@ def _prepared_equation(e: Any, outside: set[Any], around: Surroundings, bodies: 
     names = _primitives_in(inner[0]) if name == "jit" else frozenset([name])
     if all(is_outside) and all(FACTS[operation].is_view for operation in names - {"jit"}):
         outside.update(e.outvars)
-    if name == "custom_vjp_call":  # not a `custom_jvp`, which compares in the forward pass
+    if name == "custom_vjp_call":  # not a `custom_jvp`, which keeps the result of a comparison
         rule = UsersRule(name, Saver(), jaxpr_of([e]))
         return [_application(rule, e, rule.jaxpr.invars, e.outvars)]
     if name == "jit":
@@ -327,7 +327,7 @@ class Derivative:
         wanted[-1] += backward.jaxpr.outvars
         first, *others = [equations_to(backward.jaxpr, backward.dependent, atoms)[1] for atoms in wanted[::-1]]
         read_by_others = set[Any]().union(*others)
-        first |= self.readers.keys() - read_by_others
+        first |= self.readers.keys() - read_by_others  # also what is read for some cotangents only
         return [self.readers.keys() & read for read in (first, *others)]
 
     def backward(self, used: Sequence[bool]) -> Pass:
@@ -745,9 +745,9 @@ class Planned(HookedFunction):
             return plan
         # Eager code calls a function again and again, and the search takes longer than the function.
         key = self.name, *nonzero, *[(e.primitive, *[v.aval for v in e.outvars]) for e in self.jaxpr.eqns]
-        terms, kept_before = pair.terms_of.get(key, (None, None))
+        terms, bytes_found = pair.terms_of.get(key, (None, None))
         plan = plan_at(self.around._replace(terms=terms))
-        if plan.kept_bytes() > limit and plan.kept_bytes() != kept_before:
+        if plan.kept_bytes() > limit and plan.kept_bytes() != bytes_found:
             found = [self._within(limit, shares, plan, plan_at) for shares in (False, True)]
             least = min(map(Plan.kept_bytes, found))
             plan = min([plan for plan in found if plan.kept_bytes() <= max(least, limit)], key=Plan.peak_bytes)

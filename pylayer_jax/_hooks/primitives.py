@@ -78,7 +78,7 @@ class Operand(NamedTuple):
 
 
 def is_steep(name: str, operands: Sequence[Operand]) -> bool:
-    """Return whether a `mul` or `div` has an exact factor that varies in a row, or enlarges by more than 2."""
+    """Return whether a `mul` or `div` has an exact factor that varies in a row, or a number that enlarges by over 2."""
     factors = operands if name == "mul" else operands[1:]
     factor = next((x.value for x in factors if x.is_exact and not x.is_uniform), None)
     if factor is None or not is_number(factor):
@@ -132,7 +132,7 @@ _SIGMOIDS: Final = "erf", "logistic", "tanh"
 
 
 def _of_far_values(equation: Any, operands: Sequence[Operand]) -> bool:
-    # The difference of near values multiplies a relative error: exp(h) - 1 of a rounded exp(h) would be 0 for small h.
+    # exp(h) - 1 of a rounded exp(h) would be 0 for small h. But 1 - tanh(h) is small only where the gradient is too.
     if not _of_same_tensors(equation, operands):
         return False
     is_sub, numbers = equation.primitive.name == "sub", [np.real(x.value) for x in operands if x.is_exact]
