@@ -183,7 +183,7 @@ def test_a_predicate_gets_the_functions_around(place, mode):
     seen = set()
 
     def only(x, info):
-        seen.add((info.operation, info.layer, info.name, info.inside))
+        seen.update([(info.operation, info.layer, info.name, info.inside), (x.shape, info.operation)])
         return True
 
     def loss(p, x):
@@ -196,6 +196,7 @@ def test_a_predicate_gets_the_functions_around(place, mode):
     assert place != "plain" or ("dot_general", "", "attended", ("loss", "Block", "Attention")) in seen
     assert ("exp", "", "", ("loss", "Block", "Attention")) in seen
     assert ("", "Tanh", "saved[0]", ("loss", "Block", "feed_forward")) in seen
+    assert not {(w.shape, "scan") for w in jax.tree.leaves(PARAMETERS)} & seen  # the scan computes what it carries
 
 
 INLINED = {  # functions that JAX inlines in a scan, but not in a decorated function
