@@ -535,14 +535,14 @@ def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
 
 def _why_not_inside(hooks: Any) -> str:
     """Return why this cannot be a pair inside another one, or ""."""
-    pair = hooks._pair if isinstance(hooks, saved_tensors_hooks) else None
+    if not isinstance(hooks, saved_tensors_hooks):
+        return "it is no pair of hooks"
     reasons = {
-        "it is no pair of hooks": pair is None,
-        "a by_name gets chains, as in by_name({name: chain(...)})": pair and pair.by_name is not None,
-        "a limit is for a whole function, so decorate the function with this pair alone": pair and pair.limit,
-        "its `only` is for all of its steps, so give it to the outer pair": pair and pair.only,
+        "a by_name gets chains, as in by_name({name: chain(...)})": hooks._pair.by_name,
+        "a limit is for a whole function, so decorate the function with this pair alone": hooks._pair.limit,
+        "its `only` is for all of its steps, so give it to the outer pair": hooks._pair.only,
     }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    return next((reason for reason, option in reasons.items() if option is not None), "")
 
 
 class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu

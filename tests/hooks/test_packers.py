@@ -567,6 +567,7 @@ def test_an_error_names_the_pair(pair, kind, text):
         (lambda folder: recompute_saved(limit=-1), ValueError, "MiB"),
         (lambda folder: recompute_saved(limit=True), ValueError, "MiB"),
         (lambda folder: chain(recompute_saved(limit=np.int64(4)), cast_saved()), ValueError, "limit"),
+        (lambda folder: chain(recompute_saved(limit=0), cast_saved()), ValueError, "limit"),
         (lambda folder: by_name({"tanh": recompute_saved(limit=4)}), TypeError, "limit"),
         (lambda folder: recompute_saved(limit="MiB"), ValueError, "MiB"),
         (lambda folder: chain(), TypeError, "chain"),
