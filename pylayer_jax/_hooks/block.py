@@ -304,11 +304,12 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         pair = self._pair
         if was_used:
             _packed_at_top.add(hash(pair.key))
+        if is_error:
+            return
         # A jitted step that JAX compiled in such a block of an equal pair packs without calling the hooks of this pair.
-        if may_have_backward and not is_error and hash(pair.key) not in _packed_at_top:
+        if may_have_backward and hash(pair.key) not in _packed_at_top:
             pair.warn_once(IDLE)
-        if not is_error:
-            pair.warn_of_unmatched()
+        pair.warn_of_unmatched()
 
     def close(self) -> None:
         """Drop the packed values that compiled programs hold for this pair. A backward that needs them then fails.

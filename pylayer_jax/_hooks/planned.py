@@ -674,9 +674,8 @@ class Plan:
                 known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
             equations += [e] if e else []
         actions.append(Action(restored, replaced, jaxpr_of(equations)))
-        actions = with_lifetimes(actions, backward.jaxpr.outvars)
-        self._actions[key] = actions
-        return actions
+        self._actions[key] = with_lifetimes(actions, backward.jaxpr.outvars)
+        return self._actions[key]
 
     def _before_broadcasts(
         self, cotangents: Sequence[Any], known: Collection[Any], backward: Pass

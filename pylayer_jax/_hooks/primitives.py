@@ -81,8 +81,10 @@ def is_steep(name: str, operands: Sequence[Operand]) -> bool:
     """Return whether a `mul` or `div` has an exact factor that varies in a row, or a number that enlarges by over 2."""
     factors = operands if name == "mul" else operands[1:]
     factor = next((x.value for x in factors if x.is_exact and not x.is_uniform), None)
-    if factor is None or not is_number(factor):
-        return factor is not None
+    if factor is None:
+        return False
+    if not is_number(factor):
+        return True
     size = np.abs(np.asarray(factor))
     return not (size <= 2 if name == "mul" else size >= 0.5)  # True for NaN
 
@@ -136,7 +138,7 @@ def _of_far_values(equation: Any, operands: Sequence[Operand]) -> bool:
     if not _of_same_tensors(equation, operands):
         return False
     is_sub, numbers = equation.primitive.name == "sub", [np.real(x.value) for x in operands if x.is_exact]
-    is_sum = not any((n > 0) == is_sub for n in numbers or [1])  # of values that are taken as positive
+    is_sum = all((n > 0) != is_sub for n in numbers or [1])  # of values that are taken as positive
     return is_sum or any(not x.is_exact and (x.distance == SAME or x.by in _SIGMOIDS) for x in operands)
 
 
