@@ -25,6 +25,7 @@ not staged, and sees concrete values. `_bind` in `_layer.py` lists the calls tha
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 import weakref
@@ -58,8 +59,8 @@ from ._jax.traces import (
     DebugInfo,
     Literal,
     SymbolicZero,
+    batch_traces,
     checkpoint_name,
-    is_batched,
     is_differentiated,
     is_tracer,
     partial_eval,
@@ -513,13 +514,14 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     linear = traced_call.maps[number]
     with jax.enable_x64(linear.has_x64):
         gradients = linear.gradients(arrays[: linear.n_residuals], given)
-        batched = next((c for c in given if is_batched(c)), None)
-        if batched is None:
+        batched = [c for c in given if batch_traces(c)]
+        if not batched:
             return None, *gradients
-        # JAX would not sum a gradient without a batch axis over the examples: see NOTE [all outputs are batched] in
-        # `_jax/rule_function.py`. `jnp.where` is batched like its condition, which is any bool that is batched.
-        condition = jnp.any(batched)
-        return None, *[g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
+        # JAX sums a gradient over the examples of each `jax.vmap` that batches it, and of no other: see NOTE [all
+        # outputs are batched] in `_jax/rule_function.py`. `jnp.where` is batched like its condition.
+        traces = set[Any]().union(*map(batch_traces, batched))
+        condition = functools.reduce(jnp.logical_or, map(jnp.any, batched))
+        return None, *[g if g is None or traces <= batch_traces(g) else jnp.where(condition, g, g) for g in gradients]
 
 
 # A call that takes a Ref uses a separate custom_vjp function. It has no symbolic zeros: with these, JAX would not

@@ -23,6 +23,7 @@ active: Final = jax.make_user_context(None)
 # Whether plans mark what they keep for the report. This flag is a part of the keys too.
 is_reported: Final = jax.make_user_context(False)
 
+_asked_for: Final = set[Any]()  # the keys of the pairs for which code asked while JAX traced it
 
 # The innermost block that this asyncio task entered, or inherited from the task that created it. All tasks of a thread
 # see the same value of `active`, so `check_task` compares the two.
@@ -38,12 +39,13 @@ class Block(set[Any]):
     the key:
 
     - Most jaxprs, as that of `jnp.linalg.norm`, do not depend on hooks: their code does not ask for them
-      (`active_pair`). So a block outside of staged code begins as *shared*: it equals each shared block of this
-      thread. Otherwise JAX would trace and compile such code again for each new pair.
-    - When code asks for hooks while JAX traces a jaxpr, the block stops being shared: its jaxprs are for equal pairs.
+      (`active_pair`). So a block outside of staged code begins as *shared*: it equals the shared blocks of this thread,
+      and no other. Otherwise JAX would trace and compile such code again for each new pair.
+    - When code asks for hooks while JAX traces a jaxpr, the block stops being shared: it equals the blocks of equal
+      pairs, which from then on begin so. It is never both, or a jaxpr that calls theirs would be one for all pairs.
 
-    Since blocks may become unequal, all have one hash. A block of another thread is equal only if its pair is: else a
-    thread that waits for a jaxpr of another would get the hooks of that one. tests: hooks/test_identity.py
+    Since blocks may become unequal, all have one hash. A shared block of another thread is another one: else a thread
+    that waits for a jaxpr of another would get the hooks of that one. tests: hooks/test_identity.py
 
     JAX's caches in C++ crash if another thread changes them during a comparison, as it may while Python code runs. So
     two blocks are equal if they share a key: `set.__and__` is C. tests: derivatives/test_several_runs.py
@@ -54,11 +56,10 @@ class Block(set[Any]):
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
         self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
-        key = value if isinstance(value, str) else value.key
-        self.add(("pair", hash(key)))  # their comparison is C too
+        self.key_of_pair = "pair", hash(value if isinstance(value, str) else value.key)  # their comparison is C too
         self.key_of_thread = threading.get_ident()
-        if not isinstance(value, str) and not is_staging():
-            self.add(self.key_of_thread)  # shared
+        is_shared = not (isinstance(value, str) or is_staging() or self.key_of_pair in _asked_for)
+        self.add(self.key_of_thread if is_shared else self.key_of_pair)
         self.may_have_backward = True  # False if a decorated function entered it, and no backward pass was seen
         self.n_used_at_entry = 0 if isinstance(value, str) else value.n_used
         self.plans: dict[Any, Any] = {}  # of operations in eager mode: equal ones are planned once
@@ -136,4 +137,6 @@ def active_pair() -> Pair | None:
     block.check_task()
     if block.key_of_thread in block and is_staging():
         block.discard(block.key_of_thread)
+        block.add(block.key_of_pair)
+        _asked_for.add(block.key_of_pair)
     return block.value

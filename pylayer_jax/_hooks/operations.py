@@ -182,7 +182,12 @@ class BlockTrace(PassThroughTrace):
         if set(places) <= {Place.CONSTANT} and all(f.recomputed for f in _facts_of(operation, of_floats=False)):
             self.put_place(values, Place.CONSTANT)
         elif Place.COMPUTED in of_floats or not _is_view(operation, args, values):
-            self.put_place(values, Place.COMPUTED)
+            computed = values
+            if operation.kind == "jit":  # which may return some of its operands
+                (code,) = inner_jaxprs(operation.params)
+                outside = [v for v, place in zip(code.invars, places, strict=True) if place is Place.OUTSIDE]
+                computed = [x for x, v in zip(values, code.outvars, strict=True) if v not in outside]
+            self.put_place(computed, Place.COMPUTED)
         return values
 
     def _bind(self, operation: Operation, args: Sequence[Any], places: Sequence[Place]) -> Values:

@@ -151,11 +151,12 @@ class Graph:
         self._read = {id(e): variables(e.invars) for e in self.jaxpr.eqns}
         self.position = {v: i for i, v in enumerate(self.maker)}
         self.readers_of = derivative.readers  # residual -> the operations whose derivatives read it
-        self._keeping_of, self._keepings = keeping_of, dict(fixed)
-        self.fixed = fixed  # what has to be kept, and how
         # What backward has without keeping it; and an input that is kept anyway, or a view of it -> the input.
         self.free, self.input_of = self._free(outside)
         self.slices_of_inputs = self.input_of.keys() - self.free  # at indices that the function computed
+        # What has to be kept, and how; a slice of an input never is.
+        self.fixed = {v: keeping for v, keeping in fixed.items() if v not in self.slices_of_inputs}
+        self._keeping_of, self._keepings = keeping_of, dict(self.fixed)
         self._lent_input_of = {v: x for v, x in self.input_of.items() if x in lent}
         self._forbidden = set[Any]()  # what backward must not make because of errors
         # Jitted functions of JAX hold numbers as other dtypes.

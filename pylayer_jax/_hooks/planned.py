@@ -228,6 +228,12 @@ class Pass:
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
 
 
+def _needs_exact(e: Any) -> bool:
+    """Return whether a transpose compares the operands of an equation, or its layer saves exact tensors."""
+    mark = payload_of(e)
+    return FACTS[e.primitive.name].needs_exact or (isinstance(mark, SavedByRule) and mark.is_exact)
+
+
 class Derivative:
     """The forward pass of a function as a jaxpr, F, and its backward passes, with jitted functions opened."""
 
@@ -455,7 +461,9 @@ class Plan:
             if v in residuals and (saved := self._marks_of(v, SavedByRule)):
                 fix(v, any(mark.is_exact for mark in saved))
         for e in self.derivative.forward.eqns:
-            for x in variables(e.invars) if FACTS[e.primitive.name].needs_exact else ():
+            # Of a cond or loop that stays whole, the residuals are results. tests: test_rules_that_compare_what_they_saved
+            is_whole = any(map(_needs_exact, (i for jaxpr in inner_jaxprs(e.params) for i in all_equations(jaxpr))))
+            for x in variables(e.invars) if _needs_exact(e) else e.outvars if is_whole else ():
                 if x in residuals:
                     fix(x, True)
         # Here `only` chooses what is computed again.

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from .jaxprs import NO_DEBUG_INFO, evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
-from .traces import DebugInfo, Jaxpr, Primitive, ad, batching, current_trace, is_batched, is_named, mlir
+from .traces import DebugInfo, Jaxpr, Primitive, ad, batch_traces, batching, current_trace, is_named, mlir
 from .types import batched_type, full_cotangent, has_tangent, tangent_type, typeof, types_of
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -213,8 +213,8 @@ class RuleFunction:
         any_batched = any(d is not None for d in dims)
 
         def one(*args: Any) -> tuple[Values, Values]:
-            values, trace = self.run(*args), current_trace()
-            differs = [is_batched(x) and x._trace is trace for x in values]
+            values = self.run(*args)
+            differs = [current_trace() in batch_traces(x) for x in values]
             all_batched = any_batched or any(differs)
             mask = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
             batched = [x if m else None for m, x in zip(mask, values, strict=True)]

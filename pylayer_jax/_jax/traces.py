@@ -138,9 +138,13 @@ def is_tracer(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_batched(value: Any) -> bool:
-    """Return whether a value is batched by the innermost `jax.vmap` that traces it."""
-    return isinstance(value, BATCHED.tracer) and value.batch_dim is not None
+def batch_traces(value: Any) -> set[Any]:
+    """Return the traces of the (nested) `jax.vmap`s that batch a value."""
+    found = set[Any]()
+    while isinstance(value, BATCHED.tracer):
+        found |= set() if value.batch_dim is None else {value._trace}
+        value = value.val
+    return found
 
 
 def whole_batch(value: Any) -> Any:

@@ -336,6 +336,13 @@ def test_backward_gets_the_cotangent_of_each_example_for_a_shared_argument(forwa
 
 
 @EAGER_AND_JIT
+def test_a_gradient_that_one_of_two_maps_batches_counts_once_for_each_example_of_both(mode):
+    made = layer(lambda a, b: a * b, lambda a, b, dy: (a, b), plain=True)
+    gradient = jax.grad(lambda a, b: jax.vmap(lambda x: jax.vmap(lambda y: made.apply(x, y))(b))(a).sum(), (0, 1))
+    np.testing.assert_allclose(jnp.concatenate(mode(gradient)(X, X[:3])), jnp.concatenate([3 * X, 4 * X[:3]]))
+
+
+@EAGER_AND_JIT
 @pytest.mark.parametrize("value", [np.float32(2), jnp.float32(2)])
 def test_the_sum_of_a_scalar_that_all_examples_share(mode, value):
     made = layer(lambda ctx, x: jax.lax.psum(x, "i"))

@@ -99,7 +99,13 @@ def test_each_pair_runs_its_own_hooks(make):
     step, traced = counted_step(tanh_sum)
     outer = jax.jit(jax.grad(lambda x: jax.jit(tanh_sum)(x)))
     apply, plain = jax.jit(tanh_sum), jax.jit(jnp.sum)
+    inner = jax.jit(lambda x: tanh_sum(x))
+    around_inner = jax.jit(lambda x: inner(x))
     for scale in (1.0, 2.0, 3.0):  # a pair may get the memory of the one before
+        pair = make(scale)
+        for f in (inner, around_inner):
+            with pair:  # the second block finds what JAX traced in the first
+                np.testing.assert_allclose(jax.grad(f)(X), slope(scale), rtol=1e-5)
         with make(scale):
             step(X)
             for run in (step, outer, jax.grad(tanh_sum)):

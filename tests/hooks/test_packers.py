@@ -309,8 +309,10 @@ def test_stochastic_rounding_has_no_bias():
         lambda x, w: Multiply.apply(x.reshape(-1), w.reshape(-1)),
         lambda x, w: Multiply.apply(x.astype(jnp.float16).astype(jnp.float32), w.T.T),
         lambda x, w: x * w,
+        lambda x, w: Multiply.apply(*[jax.lax.dynamic_slice_in_dim(v, jnp.argmax(x[0] * 2) % 2, 7) for v in (x, w)]),
+        lambda x, w: jnp.multiply(*jax.jit(lambda x, w: (x, w, x * w))(x, w)[:2]),
     ],
-    ids=["as it is", "sliced", "reshaped", "cast", "operation"],
+    ids=["as it is", "sliced", "reshaped", "cast", "operation", "sliced at what is computed", "passed on"],
 )
 @EAGER_AND_JIT
 def test_what_came_into_the_block_from_outside_is_packed_with_arguments_alone(mode, of):
@@ -318,7 +320,7 @@ def test_what_came_into_the_block_from_outside_is_packed_with_arguments_alone(mo
         return mode(jax.grad(around(lambda x, w: jnp.sum(of(x, w))), (0, 1)))(X, W[:8])
 
     expected = slope(lambda f: f)
-    for got, exact in zip(slope(cast_saved()), expected, strict=True):
+    for got, exact in zip([*slope(cast_saved()), *slope(lambda f: in_block(cast_saved(), f))], expected * 2, strict=True):
         np.testing.assert_array_equal(got, exact)
     packed = slope(cast_saved(arguments=True))
     assert all(0 < float(jnp.abs(g - e).max()) < 0.03 for g, e in zip(packed, expected, strict=True))

@@ -259,14 +259,16 @@ def test_what_an_inner_decorated_function_computes_from_again_is_not_rounded():
         assert relative_error(gradient(quantize_saved()(f))(W, X), gradient(f)(W, X)) < 1e-5
 
 
-@pytest.mark.parametrize(("pair", "error"), [("cast", 0.02), ("8 bits", 0.02), ("4 bits", 0.15)])
+@pytest.mark.parametrize(("pair", "error"), [("cast", 0.02), ("8 bits", 0.005), ("4 bits", 0.1)])
 def test_what_a_max_pooling_compares_is_not_rounded(pair, error):
     def pooled(w, x):
         h = jax.nn.gelu(x @ w)
         return jnp.sum(jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 4), (1, 4), "VALID") ** 3)
 
     # The windows are chosen by exact values: what is left is the error of the other tensors.
-    assert relative_error(gradient(ROUNDING[pair]()(pooled))(W, X), gradient(pooled)(W, X)) < error
+    in_cond = lambda w, x: jax.lax.cond(x[0, 0] > -9.0, pooled, lambda w, x: 0.0, w, x)  # whole where hooks move tensors
+    for hooked in (ROUNDING[pair]()(pooled), chain(ROUNDING[pair](), save_on_cpu())(in_cond)):
+        assert relative_error(gradient(hooked)(W, X), gradient(pooled)(W, X)) < error
     rows = saved_tensors_report(ROUNDING[pair]()(pooled), W, X).rows
     assert [row for row in rows if row.kind == "operation" and row.packed_bytes == X.nbytes]
 
