@@ -220,7 +220,7 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
         if not is_ref(leaf):
             leaves[i] = leaf.copy()
             state.numpy_copies.append((leaf, leaves[i]))
-        elif not contains(state.inputs, leaf):
+        elif state.in_forward and not contains(state.inputs, leaf):
             raise ValueError(
                 f"{call} in {state.layer_name}: JAX keeps a jax.Ref for backward only if it is an argument of forward. "
                 "If forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."

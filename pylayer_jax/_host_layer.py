@@ -90,7 +90,8 @@ class _Run(NamedTuple):
     def shown(self, batch: tuple[int, ...] = ()) -> str:
         rows = zip(self.skeleton.tensor_paths(), self.arrays, self.marked, strict=True)
         types = {path: f"{x.dtype}{[*batch, *x.shape]}{' (marked)' * is_marked}" for path, x, is_marked in rows}
-        return ", ".join(f"output{path}: {types.get(path) or describe(x)}" for path, x in self.skeleton.paths())
+        shown = [f"output{path}: {types.get(path) or describe(x)}" for path, x in self.skeleton.paths()]
+        return ", ".join([*shown, *([] if self.materialize else ["set_materialize_grads(False)"])])
 
 
 def _is_output(x: Any) -> bool:
@@ -241,6 +242,8 @@ def _example_arrays(call: LayerCall) -> list[np.ndarray]:
     if not hasattr(call.layer, "example"):
         return arrays
     result = call.arguments.call("example", call.layer.example, arrays)
+    if result is None:
+        raise ValueError(f"{call.name}.example returned None. Did you forget return?")
     try:
         found = match_gradients(result, call.arguments, [True] * len(arrays), call.layer, ())
     except ValueError as error:

@@ -40,7 +40,7 @@ def check_declarations(layer: Any) -> None:
         has_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if has_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
-        if near and not is_method and near[0] not in vars(layer):
+        if near and not is_method and not member.startswith("_") and near[0] not in vars(layer):
             raise TypeError(
                 f"{name}.{member}: a layer has no such attribute, and {near[0]} is not set. Did you mean {near[0]}?"
             )
@@ -104,13 +104,19 @@ def once_differentiable(backward: Method) -> Method:
     @functools.wraps(backward)
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
-        first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
+        first = next((i for i, value in enumerate(args) if isinstance(value, PyLayerContext)), None)
+        if first is None:  # a test calls `backward` with a context of its own
+            return backward(*args)
+
         # Guard the inputs of `backward`: for its outputs, the error would come after host code in it has run.
-        ctx = args[first]
-        state = ctx._state
-        tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
-        saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
-        ctx = backward_context(type(ctx), state.layer_name, state.needs_input_grad, lambda: saved, attributes)
+        def guard(values: Any) -> Any:
+            tensors, skeleton = split(values)
+            return skeleton.fill(forbid_derivative(tensors, second_derivative_error))
+
+        ctx, state = args[first], args[first]._state  # cls may precede ctx
+        attributes, cotangents = guard((dict(vars(ctx)), args[first + 1 :]))
+        load_saved = lambda: guard(state.read_saved())  # unpacks what `backward` asks for alone
+        ctx = backward_context(type(ctx), state.layer_name, state.needs_input_grad, load_saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded

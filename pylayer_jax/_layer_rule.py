@@ -514,7 +514,7 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     linear = traced_call.maps[number]
     with jax.enable_x64(linear.has_x64):
         gradients = linear.gradients(arrays[: linear.n_residuals], given)
-        batched = [c for c in given if batch_traces(c)]
+        batched: list[Any] = [c for c in given if batch_traces(c)]
         if not batched:
             return None, *gradients
         # JAX sums a gradient over the examples of each `jax.vmap` that batches it, and of no other: see NOTE [all

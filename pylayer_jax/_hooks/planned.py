@@ -361,8 +361,7 @@ class Derivative:
         live = live_equations(jaxpr, jaxpr.outvars)
         equations = [e for e in live if e.effects or not dependent.isdisjoint(e.outvars)]
         maker = {v: e for e in live for v in e.outvars}
-        self._passes[key] = Pass(jaxpr, reached, dependent, equations, maker)
-        return self._passes[key]
+        return self._passes.setdefault(key, Pass(jaxpr, reached, dependent, equations, maker))  # of the first thread
 
 
 def live_equations(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:
@@ -461,7 +460,7 @@ class Plan:
             if v in residuals and (saved := self._marks_of(v, SavedByRule)):
                 fix(v, any(mark.is_exact for mark in saved))
         for e in self.derivative.forward.eqns:
-            # Of a cond or loop that stays whole, the residuals are results. tests: test_rules_that_compare_what_they_saved
+            # The residuals of a whole cond are its results. tests: test_what_a_max_pooling_compares_is_not_rounded
             is_whole = any(map(_needs_exact, (i for jaxpr in inner_jaxprs(e.params) for i in all_equations(jaxpr))))
             for x in variables(e.invars) if _needs_exact(e) else e.outvars if is_whole else ():
                 if x in residuals:
@@ -682,8 +681,7 @@ class Plan:
                 known.update({*residuals, *[v for x in again for v in x.outvars]} - read_anew)
             equations += [e] if e else []
         actions.append(Action(restored, replaced, jaxpr_of(equations)))
-        self._actions[key] = with_lifetimes(actions, backward.jaxpr.outvars)
-        return self._actions[key]
+        return self._actions.setdefault(key, with_lifetimes(actions, backward.jaxpr.outvars))
 
     def _before_broadcasts(
         self, cotangents: Sequence[Any], known: Collection[Any], backward: Pass

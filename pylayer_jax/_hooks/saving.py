@@ -224,6 +224,11 @@ def largest(tensors: Collection[Any]) -> list[Any]:
 Linearized = tuple[Values, LinearMap, list[Any], Sequence[bool]]
 
 
+def _have_tangents(values: Sequence[Any], primal: Any) -> list[bool]:
+    # A tracer of an outer derivative has no tangent here. tests: test_an_inner_derivative_that_reaches_nothing
+    return [is_tracer(x) and x._trace is primal._trace and has_tangent(x) for x in values]
+
+
 class HookedFunction(RuleFunction):
     """A function whose rule keeps residuals, which hooks pack."""
 
@@ -234,9 +239,9 @@ class HookedFunction(RuleFunction):
         nonzero = [t is not None for t in tangents]
         given = select(tangents, nonzero)
         if not keeps_residuals(given):
-            run: Any = lambda *args: self.run(*merge(nonzero, args, primals))
-            values, found = jax.jvp(run, select(primals, nonzero), given)
-            return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+            run: Any = lambda *args: (ys := self.run(*merge(nonzero, args, primals)), _have_tangents(ys, args[0]))
+            values, tangents, has_tangents = jax.jvp(run, select(primals, nonzero), given, has_aux=True)
+            return values, [t if is_nonzero else None for t, is_nonzero in zip(tangents, has_tangents, strict=True)]
         with outside_partial_evaluation(primals):
             values, linear, arrays, has_tangents = self.linearized(primals, nonzero)
         return values, scatter(apply_linear(linear, arrays, given), has_tangents)
@@ -304,8 +309,7 @@ class Vjp:
             given = apply(_Gate([typeof(x) for x in args], self._note_reached), args)
             values = run(*merge(nonzero, given, primals))
             values = apply(_Gate([typeof(x) for x in values], self._drop_missing), values)
-            # Tracers of an outer derivative have no tangent here. tests: test_an_inner_derivative_that_reaches_nothing
-            self.nonzero = [is_tracer(x) and x._trace is args[0]._trace for x in values]
+            self.nonzero = _have_tangents(values, args[0])
             return values
 
         values, pullback = jax.vjp(gated, *select(primals, nonzero))

@@ -161,7 +161,7 @@ class NotComparable:
         self.w = w
 
     def tree_flatten(self):
-        return (self.w,), np.zeros(2)
+        return (self.w * 1.0,), np.zeros(2)
 
     @classmethod
     def tree_unflatten(cls, _, children):
@@ -169,7 +169,7 @@ class NotComparable:
 
 
 def test_changes_that_are_not_refused():
-    # Nodes that cannot be compared count as unchanged, and a new container is forward's own.
+    # Nodes that cannot be compared, or make new leaves, count as unchanged, and a new container is forward's own.
     np.testing.assert_allclose(layer(lambda ctx, x, p: x * p.w).apply(X, NotComparable(X)), X * X)
     np.testing.assert_allclose(layer(lambda ctx, x, p: x * dict(p).pop("w")).apply(X, {"w": X}), X * X)
 

@@ -80,7 +80,7 @@ def test_a_flag_of_another_name_or_kind(name, value, meant):
 def test_a_helper_whose_name_is_near_that_of_a_flag():
     for name in ("forward_model", "forward_node", "saved_games"):
         check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
-    for name, value in {"hosts": ["a", "b"], "post": True, "ghost": "no"}.items():
+    for name, value in {"hosts": ["a", "b"], "post": True, "ghost": "no", "_host": True}.items():
         check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: value}))
 
 
@@ -94,6 +94,7 @@ def test_once_differentiable_beside_static_and_class_methods(outer, decorator_fi
     guarded = once_differentiable(outer(backward)) if decorator_first else outer(once_differentiable(backward))
     layer = type("Layer", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * x), "backward": guarded})
     np.testing.assert_allclose(jax.grad(loss(layer))(X), [5, 5])
+    assert layer.backward("a test's own context", 3) == 15
     with pytest.raises(RuntimeError, match="once_differentiable"):
         jax.grad(lambda x: jax.grad(lambda x: (layer.apply(x) ** 2).sum())(x).sum())(X)
 

@@ -611,6 +611,8 @@ def test_an_example_that_raises_says_how_to_give_another():
     np.testing.assert_allclose(factor(4 * jnp.eye(3)), 4 * jnp.eye(3))
     made.example = staticmethod(lambda a, scale: np.eye(2))
     assert "float32[4, 4]" in error_of(factor, jnp.eye(4))
+    made.example = staticmethod(lambda a, scale: None)
+    assert "Factor.example" in error_of(factor, jnp.eye(5))
 
 
 def test_distances_in_a_graph_need_no_example():

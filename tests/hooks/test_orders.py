@@ -143,6 +143,8 @@ def test_forward_mode_where_no_cotangent_reaches_an_operand(mode):
     f = lambda x, y: jnp.sin(x) * jax.lax.stop_gradient(y)
     got = jax.jvp(mode(cast_saved()(f)), (W, W), (W, W))[1]
     np.testing.assert_allclose(got, W * W * jnp.cos(W), rtol=1e-2)
+    values = cast_saved()(lambda x: (x, jnp.zeros(())))  # a tangent of zero times an infinite slope would be NaN
+    assert jax.jvp(mode(lambda x: values(x)[0] + jnp.sqrt(values(x)[1])), (1.0,), (1.0,))[1] == 1.0
 
 
 @EAGER_AND_JIT
