@@ -107,16 +107,12 @@ def once_differentiable(backward: Method) -> Method:
         first = next((i for i, value in enumerate(args) if isinstance(value, PyLayerContext)), None)
         if first is None:  # a test calls `backward` with a context of its own
             return backward(*args)
-
         # Guard the inputs of `backward`: for its outputs, the error would come after host code in it has run.
-        def guard(values: Any) -> Any:
-            tensors, skeleton = split(values)
-            return skeleton.fill(forbid_derivative(tensors, second_derivative_error))
-
-        ctx, state = args[first], args[first]._state  # cls may precede ctx
-        attributes, cotangents = guard((dict(vars(ctx)), args[first + 1 :]))
-        load_saved = lambda: guard(state.read_saved())  # unpacks what `backward` asks for alone
-        ctx = backward_context(type(ctx), state.layer_name, state.needs_input_grad, load_saved, attributes)
+        ctx = args[first]  # cls may precede ctx
+        state = ctx._state
+        tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
+        saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
+        ctx = backward_context(type(ctx), state.layer_name, state.needs_input_grad, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded

@@ -228,10 +228,11 @@ class Pass:
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
 
 
-def _needs_exact(e: Any) -> bool:
-    """Return whether a transpose compares the operands of an equation, or its layer saves exact tensors."""
-    mark = payload_of(e)
-    return FACTS[e.primitive.name].needs_exact or (isinstance(mark, SavedByRule) and mark.is_exact)
+def _compares(jaxpr: Any) -> bool:
+    """Return whether the derivative of a jaxpr compares values, or a layer in it saves exact tensors."""
+    equations = [*all_equations(jaxpr)]
+    saved = [mark for mark in map(payload_of, equations) if isinstance(mark, SavedByRule)]
+    return any(FACTS[e.primitive.name].needs_exact for e in equations) or any(mark.is_exact for mark in saved)
 
 
 class Derivative:
@@ -459,10 +460,12 @@ class Plan:
         for v in self.derivative.marks:
             if v in residuals and (saved := self._marks_of(v, SavedByRule)):
                 fix(v, any(mark.is_exact for mark in saved))
+        may_be_whole = not self._bodies or self.pair.moves_to_host
         for e in self.derivative.forward.eqns:
-            # The residuals of a whole cond are its results. tests: test_what_a_max_pooling_compares_is_not_rounded
-            is_whole = any(map(_needs_exact, (i for jaxpr in inner_jaxprs(e.params) for i in all_equations(jaxpr))))
-            for x in variables(e.invars) if _needs_exact(e) else e.outvars if is_whole else ():
+            compared = variables(e.invars) if FACTS[e.primitive.name].needs_exact else ()
+            if may_be_whole and e.primitive.name in BODIES and any(map(_compares, inner_jaxprs(e.params))):
+                compared = e.outvars  # some are residuals. tests: test_what_a_max_pooling_compares_is_not_rounded
+            for x in compared:
                 if x in residuals:
                     fix(x, True)
         # Here `only` chooses what is computed again.

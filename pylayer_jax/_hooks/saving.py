@@ -226,7 +226,7 @@ Linearized = tuple[Values, LinearMap, list[Any], Sequence[bool]]
 
 def _have_tangents(values: Sequence[Any], primal: Any) -> list[bool]:
     # A tracer of an outer derivative has no tangent here. tests: test_an_inner_derivative_that_reaches_nothing
-    return [is_tracer(x) and x._trace is primal._trace and has_tangent(x) for x in values]
+    return [is_tracer(x) and x._trace is primal._trace for x in values]
 
 
 class HookedFunction(RuleFunction):
@@ -241,7 +241,8 @@ class HookedFunction(RuleFunction):
         if not keeps_residuals(given):
             run: Any = lambda *args: (ys := self.run(*merge(nonzero, args, primals)), _have_tangents(ys, args[0]))
             values, tangents, has_tangents = jax.jvp(run, select(primals, nonzero), given, has_aux=True)
-            return values, [t if is_nonzero else None for t, is_nonzero in zip(tangents, has_tangents, strict=True)]
+            pairs = zip(tangents, has_tangents, strict=True)
+            return values, [t if is_nonzero and t.dtype != jax.dtypes.float0 else None for t, is_nonzero in pairs]
         with outside_partial_evaluation(primals):
             values, linear, arrays, has_tangents = self.linearized(primals, nonzero)
         return values, scatter(apply_linear(linear, arrays, given), has_tangents)
