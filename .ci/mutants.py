@@ -110,10 +110,10 @@ class Covering:
 
     def __init__(self, folder: pathlib.Path) -> None:
         options = ["-n", "2", "-vv", "--durations=0", "--cov=pylayer_jax", "--cov-context=test", "--cov-report="]
-        done = run_pytest(folder, [*options, *[f"tests/{name}" for name in TESTS]], float("inf"))
+        done = run_pytest(folder, [*options, *[f"tests/{name}" for name in TESTS]], None)
         if done.returncode:
             sys.exit(f"The tests fail without a mutant, or pytest-cov is not installed:\n{done.stdout[-2000:]}")
-        self.folder, self.seconds = folder, collections.Counter[str]()
+        self.seconds = collections.Counter[str]()
         for seconds, test in re.findall(r"^([\d.]+)s (?:call|setup|teardown) +(tests/.*?) *$", done.stdout, re.M):
             self.seconds[test] += float(seconds)
         self.data = coverage.CoverageData(str(folder / ".coverage"))
@@ -131,12 +131,11 @@ class Covering:
         return sorted(of(node) or of(around[-1]), key=self.seconds.__getitem__)
 
 
-def run_pytest(folder: pathlib.Path, arguments: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: pathlib.Path, arguments: list[str], timeout: float | None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", MARKERS, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    limit = None if timeout == float("inf") else timeout
     return subprocess.run(
-        command, cwd=folder, env=environment, timeout=limit, capture_output=True, text=True, check=False
+        command, cwd=folder, env=environment, timeout=timeout, capture_output=True, text=True, check=False
     )
 
 

@@ -91,7 +91,7 @@ class _Run(NamedTuple):
         rows = zip(self.skeleton.tensor_paths(), self.arrays, self.marked, strict=True)
         types = {path: f"{x.dtype}{[*batch, *x.shape]}{' (marked)' * is_marked}" for path, x, is_marked in rows}
         shown = [f"output{path}: {types.get(path) or describe(x)}" for path, x in self.skeleton.paths()]
-        return ", ".join([*shown, *([] if self.materialize else ["set_materialize_grads(False)"])])
+        return ", ".join([*shown, *["set_materialize_grads(False)"] * (not self.materialize)])
 
 
 def _is_output(x: Any) -> bool:

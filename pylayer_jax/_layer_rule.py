@@ -514,13 +514,12 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     linear = traced_call.maps[number]
     with jax.enable_x64(linear.has_x64):
         gradients = linear.gradients(arrays[: linear.n_residuals], given)
-        batched: list[Any] = [c for c in given if batch_traces(c)]
-        if not batched:
+        traces = set[Any]().union(*map(batch_traces, given))
+        if not traces:
             return None, *gradients
         # JAX sums a gradient over the examples of each `jax.vmap` that batches it, and of no other: see NOTE [all
         # outputs are batched] in `_jax/rule_function.py`. `jnp.where` is batched like its condition.
-        traces = set[Any]().union(*map(batch_traces, batched))
-        condition = functools.reduce(jnp.logical_or, map(jnp.any, batched))
+        condition = functools.reduce(jnp.logical_or, [jnp.any(c) for c in given if c is not None])
         return None, *[g if g is None or traces <= batch_traces(g) else jnp.where(condition, g, g) for g in gradients]
 
 

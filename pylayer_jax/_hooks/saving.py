@@ -240,9 +240,9 @@ class HookedFunction(RuleFunction):
         given = select(tangents, nonzero)
         if not keeps_residuals(given):
             run: Any = lambda *args: (ys := self.run(*merge(nonzero, args, primals)), _have_tangents(ys, args[0]))
-            values, tangents, has_tangents = jax.jvp(run, select(primals, nonzero), given, has_aux=True)
-            pairs = zip(tangents, has_tangents, strict=True)
-            return values, [t if is_nonzero and t.dtype != jax.dtypes.float0 else None for t, is_nonzero in pairs]
+            values, found, mask = jax.jvp(run, select(primals, nonzero), given, has_aux=True)
+            rows = zip(values, found, mask, strict=True)
+            return values, [t if is_set and has_tangent(typeof(v)) else None for v, t, is_set in rows]
         with outside_partial_evaluation(primals):
             values, linear, arrays, has_tangents = self.linearized(primals, nonzero)
         return values, scatter(apply_linear(linear, arrays, given), has_tangents)

@@ -213,8 +213,8 @@ class RuleFunction:
         any_batched = any(d is not None for d in dims)
 
         def one(*args: Any) -> tuple[Values, Values]:
-            values = self.run(*args)
-            differs = [current_trace() in batch_traces(x) for x in values]
+            values, trace = self.run(*args), current_trace()
+            differs = [trace in batch_traces(x) for x in values]
             all_batched = any_batched or any(differs)
             mask = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
             batched = [x if m else None for m, x in zip(mask, values, strict=True)]

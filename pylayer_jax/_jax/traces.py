@@ -142,7 +142,8 @@ def batch_traces(value: Any) -> set[Any]:
     """Return the traces of the (nested) `jax.vmap`s that batch a value."""
     found = set[Any]()
     while isinstance(value, BATCHED.tracer):
-        found |= set() if value.batch_dim is None else {value._trace}
+        if value.batch_dim is not None:
+            found.add(value._trace)
         value = value.val
     return found
 

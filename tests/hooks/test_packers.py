@@ -320,9 +320,8 @@ def test_what_came_into_the_block_from_outside_is_packed_with_arguments_alone(mo
         return mode(jax.grad(around(lambda x, w: jnp.sum(of(x, w))), (0, 1)))(X, W[:8])
 
     expected = slope(lambda f: f)
-    for got, exact in zip(
-        [*slope(cast_saved()), *slope(lambda f: in_block(cast_saved(), f))], expected * 2, strict=True
-    ):
+    found = *slope(cast_saved()), *slope(lambda f: in_block(cast_saved(), f))
+    for got, exact in zip(found, expected * 2, strict=True):
         np.testing.assert_array_equal(got, exact)
     packed = slope(cast_saved(arguments=True))
     assert all(0 < float(jnp.abs(g - e).max()) < 0.03 for g, e in zip(packed, expected, strict=True))
