@@ -120,11 +120,12 @@ def test_recompute_false_keeps_each_tensor():
 
 def test_only_selects_what_is_computed_again():
     pair = recompute_saved(only=lambda x, info: info.operation != "tanh")
-    kept, fewer = (
-        saved_tensors_report(pair(lambda x, w: jnp.sum(jax.nn.gelu(x @ w))), X, W).total_bytes
-        for pair in (pair, recompute_saved())
+    more, fewer = (
+        saved_tensors_report(pair(lambda x, w: jnp.sum(jax.nn.gelu(x @ w))), X, W) for pair in (pair, recompute_saved())
     )
-    assert kept == fewer + X.nbytes
+    assert more.total_bytes >= fewer.total_bytes + X.nbytes
+    kept, kept_of_fewer = ({r.name for r in x.rows if r.kind == "operation" and r.packed_bytes} for x in (more, fewer))
+    assert kept == kept_of_fewer | {"tanh"}  # in jax 0.10, two tensors have this name
 
 
 def values(x):
