@@ -88,13 +88,6 @@ def _may_keep_residuals(operation: Operation, args: Sequence[Any]) -> bool:
     return not (has_number or all(f.keeps_nothing for f in _facts_of(operation, of_floats=True)))
 
 
-def _is_differentiated_now(args: Sequence[Any]) -> bool:
-    """Return whether JAX differentiates an operation as it runs."""
-    traces = [x._trace for x in map(whole_batch, args) if isinstance(x, REVERSE.tracer)]
-    differentiations = TraceState().differentiations
-    return any(trace is t for trace in traces for t in differentiations)
-
-
 class _BlockMark(Identity):
     """Marks staged code that enters a block while another block is open."""
 
@@ -201,7 +194,7 @@ class BlockTrace(PassThroughTrace):
             with active(SUSPENDED):
                 return operation.bind(*args)
         is_custom_rule = operation.primitive is None and operation.kind != "shard_map"
-        if is_custom_rule and _is_differentiated_now(args):  # JAX can call its function only once
+        if is_custom_rule and TraceState().differentiates(args):  # JAX can call its function only once
             return apply(UsersRule(operation.name, Saver(self.block.value, places=places), bind=operation.bind), args)
         planned, operands = self._planned(operation, args, places)
         if not any(has_tangent(v.aval) for v in planned.jaxpr.outvars) or _holds_block(planned.jaxpr):

@@ -104,7 +104,7 @@ class Source(NamedTuple):
     times: int = 1  # the number of parts
     is_part: bool = False  # whether a scan, cond or shard_map returns the value
     others: tuple[Source, ...] = ()  # if a cond returns the value: what its other branches return in its place
-    packed: tuple[Source, Any] | None = None  # of what a pack hook or mark computed: its tensor, and the packing's key
+    packed: tuple[Source, Any] | None = None  # of what a pack hook or mark computed: its tensor, and its key
 
     @property
     def key(self) -> Any:

@@ -32,7 +32,7 @@ SMALL: Final = 1 / 16  # a tensor is small beside another one of 16 times its si
 _UNIT: Final = 1024  # an operation, in the capacities of a graph
 _BYTE: Final = 1 << 40  # a byte, where bytes are compared first
 _INFINITE: Final = 1 << 200
-_SHORTEST: Final = 4  # the bytes of residuals that a segment reads, over those of the cotangents that it gets
+_LEAST: Final = 4  # the bytes of residuals that a segment reads, over those of the cotangents that it gets
 _MOST_TIMES: Final = 8  # the segments in which a variable is made again, else a deep network takes long to trace
 _MOST_TIMES_OF_PRODUCT: Final = 3
 _MOST_DEGREES: Final = 2.1  # the error of a gradient is at most about twice that without recomputation
@@ -272,7 +272,7 @@ class Graph:
                 is_far = functools.partial(self._is_far, first_of, n)
                 kept_here, made_here = self._cut(terms and terms.price, wanted, kept, shared, is_far)
                 kept |= kept_here
-                # The next segment may have what this one made, but not what this one was given.
+                # The next segment may have what this one made, but not what this one was given, which is dropped then.
                 shared = made_here - shared if terms and terms.shares else set()
             made = self._made_from(kept)
             failed = self._failed(kept, made) if terms is None else ()
@@ -340,8 +340,8 @@ class Graph:
         operations = {v: self.readers_of.get(v, frozenset[Any]()) for v in (*kept, *self._lent_input_of.values())}
         while True:
             made, failed = self._judged(order, operations)
-            # An operation keeps each tensor from which its residuals follow. So more is within one operation, which may
-            # allow more residuals.
+            # An operation that reads a residual keeps each tensor that it is made of, too. So more is within one
+            # operation, which may allow more residuals.
             found = dict(operations)
             for v in self.readers_of:
                 if v in made and v not in failed:
@@ -417,7 +417,7 @@ class Graph:
             return set()
         # If only a large factor before this equation forbids it, keep the value behind the factor.
         is_behind_factor = is_allowed([x._replace(steep=frozenset()) for x in operands])
-        return (set(result.steep) - {v} or {v}) if is_behind_factor else {v}
+        return ((set(result.steep) - {v}) or {v}) if is_behind_factor else {v}
 
     def _is_fine_enough(self, v: Any, result: Made) -> bool:
         own = self.keeping(v).roundings  # if it were kept
@@ -453,9 +453,9 @@ def segments(backward: Any) -> list[Sequence[Any]]:
         passing = {v for v in passing if last[v] > i} | (last.keys() & set(e.outvars))
     starts = [0]
     for i, width in enumerate(widths):
-        shortest = max(_SHORTEST * width, 1)
-        near = slice(bisect_left(sizes, sizes[i] - shortest), bisect_right(sizes, sizes[i] + shortest))
-        if sizes[i] - sizes[starts[-1]] >= shortest and min(widths[near]) == width:
+        least = max(_LEAST * width, 1)
+        near = slice(bisect_left(sizes, sizes[i] - least), bisect_right(sizes, sizes[i] + least))
+        if sizes[i] - sizes[starts[-1]] >= least and min(widths[near]) == width:  # the narrowest place around
             starts.append(i)
     return [equations[i:j] for i, j in itertools.pairwise([*starts, len(equations)])]
 

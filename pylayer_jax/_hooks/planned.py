@@ -76,9 +76,9 @@ from .saving import (
     held,
     largest,
     numbered,
-    outside_blocks,
     past_blocks,
     unpacked,
+    without_hooks,
 )
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
@@ -373,7 +373,7 @@ class Action(NamedTuple):
     """A part of a pass: some variables get a value or another one, then code is evaluated."""
 
     restored: Sequence[Any]  # the residuals that are unpacked, in staged code behind a barrier with cotangents
-    replaced: Sequence[Any]  # by what the barrier returns; in a forward pass, by the rounded or packed tensor
+    replaced: Sequence[Any]  # by what a barrier returns; before that, in a forward pass, by the rounded tensor
     code: Any  # a jaxpr
     dropped: Sequence[Any] = ()  # what no later action reads: eager code would hold it until the pass ends
 
@@ -626,7 +626,7 @@ class Plan:
         # JAX may have differentiated the function after its call, as `jax.grad` of `jax.jit` does.
         if self.pair.is_selective and entered_block(self.pair) is None:
             self.pair.warn_of_unmatched()
-        with outside_blocks():
+        with without_hooks():
             used = [c is not None for c in cotangents]
             backward = self.derivative.backward(used)
             residual_of = dict(zip(self.residual_variables, residuals, strict=True))
@@ -736,7 +736,7 @@ class Planned(HookedFunction):
         self.is_body = bool(around.origin.sources)
         self._is_of_backward = is_of_backward(current())
         self._plans: dict[Any, Plan] = {}
-        self.plan: Plan | None = None  # the one that was used last
+        self.plan: Plan | None = None  # of the last linearization, which is the one that JAX stages
 
     def _new_plan(self, nonzero: Sequence[bool], plan_at: Callable[[Surroundings], Plan]) -> Plan:
         pair, limit = self.around.pair, self.around.pair.limit
@@ -799,7 +799,7 @@ class Planned(HookedFunction):
         return super().lower_rule(context, *args)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
-        with outside_blocks():
+        with without_hooks():
             # Residuals that are packed within a body have no second derivative.
             plans_bodies = not any(map(is_differentiated, primals))
             types = [typeof(x) for x in primals]
@@ -811,7 +811,7 @@ class Planned(HookedFunction):
             values, residuals, further = plan.run_forward(primals)
         # A decorated function around this one, which may pack the free inputs, learns how this one reads them.
         is_nested = active.value is PLANNED and not self.is_body
-        not_computed = select(primals, [place is not Place.COMPUTED for place in self._places])
+        not_held = select(primals, [place is not Place.COMPUTED for place in self._places])
         for i, v in enumerate(plan.residual_variables if is_nested else ()):
             if not is_tracer(residuals[i]):
                 continue
@@ -822,11 +822,11 @@ class Planned(HookedFunction):
             if v in plan.inputs_read_again:
                 (residuals[i],) = apply(ReadAgain(own_type), [residuals[i]])
             if v in plan.graph.free:
-                not_computed.append(residuals[i])
+                not_held.append(residuals[i])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)
         linear = Pullback(self.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
-        arrays = [*held(as_arrays(arrays), not_computed), *further]
+        arrays = [*held(as_arrays(arrays), not_held), *further]
         return values, linear, arrays, plan.derivative.vjp.nonzero
 
 

@@ -138,7 +138,7 @@ def _of_far_values(equation: Any, operands: Sequence[Operand]) -> bool:
     if not _of_same_tensors(equation, operands):
         return False
     is_sub, numbers = equation.primitive.name == "sub", [np.real(x.value) for x in operands if x.is_exact]
-    is_sum = all((n > 0) != is_sub for n in numbers or [1])  # of values that are taken as positive
+    is_sum = all((n > 0) != is_sub for n in numbers or [1])  # of values that are taken as positive, as x + x³
     return is_sum or any(not x.is_exact and (x.distance == SAME or x.by in _SIGMOIDS) for x in operands)
 
 

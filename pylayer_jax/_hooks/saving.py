@@ -111,7 +111,7 @@ def past_blocks() -> Any:
 
 
 @contextlib.contextmanager
-def outside_blocks() -> Generator[None]:
+def without_hooks() -> Generator[None]:
     with active(SUSPENDED), past_blocks():
         yield
 
@@ -138,7 +138,7 @@ def reader(residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence
 
     @functools.cache
     def tensors() -> Values:
-        with outside_blocks():
+        with without_hooks():
             return scatter(unpacked(select(residuals, is_packed), arrays, cotangents)[0], is_packed)
 
     return lambda index: tensors()[index] if is_packed[index] else arrays[residuals[index]]
@@ -150,7 +150,7 @@ class Saver:
 
     pair: Pair | None = None  # None in a decorated function, whose plan packs
     layer: str = ""
-    places: Sequence[Place] | None = None  # of the inputs; None where what encloses the rule is planned
+    places: Sequence[Place] | None = None  # of the inputs; None unless a `BlockTrace` is current
     is_exact: bool = False  # whether tensors stay as they are if hooks would round them
 
     def save(
@@ -270,7 +270,7 @@ class UsersRule(HookedFunction):
         def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
             if packed is None:
                 return vjp.gradients(residuals, cotangents)
-            with outside_blocks():
+            with without_hooks():
                 return vjp.gradients(*unpacked(packed, residuals, cotangents))
 
         return values, Pullback(self.name, len(arrays), vjp.cotangent_types, transpose), arrays, vjp.nonzero
@@ -351,7 +351,7 @@ class Vjp:
 
 
 # The calls that run: several threads may call one vjp function, and one call may lead to another. A call knows which of
-# the values with a tangent have no cotangent, and which arguments get one.
+# the values with a tangent have no cotangent (positions among these), and which arguments get one.
 _calls: Final[contextvars.ContextVar[dict[Vjp, tuple[set[int], set[int]]]]] = contextvars.ContextVar("calls")
 
 

@@ -244,9 +244,12 @@ class TraceState:
 
     def is_deferred(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
-        return self.is_staged and not any(
-            [whole_batch(x)._trace is t for x in values if is_differentiated(x) for t in self.differentiations]  # noqa: C419
-        )
+        return self.is_staged and not self.differentiates(values)
+
+    def differentiates(self, values: Sequence[Any]) -> bool:
+        """Return whether JAX differentiates an operation on `values` as it runs."""
+        traces = [whole_batch(x)._trace for x in values if is_differentiated(x)]
+        return any([trace is t for trace in traces for t in self.differentiations])  # noqa: C419 - a list is faster
 
 
 def is_active(tracer: Any) -> bool:
