@@ -120,15 +120,20 @@ class Covering:
         self.data.read()
 
     def tests(self, path: pathlib.Path, tree: ast.Module, node: Any) -> list[str]:
-        """Return the tests that run the lines of a node, or else of its statement, the fastest first."""
+        """Return the tests that run the lines of a node, or else of its statement, the fastest first.
+
+        If a line also runs before the tests, as a test module makes an object for them, all other tests follow.
+        """
         by_line = self.data.contexts_by_lineno(str(path))
 
         def of(node: Any) -> set[str]:
             lines = range(node.lineno, node.end_lineno + 1)
-            return {context.partition("|")[0] for line in lines for context in by_line.get(line, ()) if context}
+            return {context.partition("|")[0] for line in lines for context in by_line.get(line, ())}
 
         around = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and any(inner is node for inner in ast.walk(s))]
-        return sorted(of(node) or of(around[-1]), key=self.seconds.__getitem__)
+        found = of(node) or of(around[-1])
+        others = self.seconds.keys() - found if "" in found else ()
+        return [test for part in (found - {""}, others) for test in sorted(part, key=self.seconds.__getitem__)]
 
 
 def run_pytest(folder: pathlib.Path, arguments: list[str], timeout: float | None) -> subprocess.CompletedProcess[str]:

@@ -130,7 +130,7 @@ class Pair:
         self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.n_recomputed: Counter[bool] = Counter()
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # keys that named no kept tensor yet
-        self.seen: dict[str, bool] = {}  # names of tensors -> whether one is kept; recorded while keys are unmatched
+        self.seen: Counter[str] = Counter()  # name -> how many tensors of it are kept, while keys are unmatched
         self.terms_of: dict[Any, Any] = {}  # operations of a function -> how it meets the limit, and what it keeps
         self._told: set[Any] = set()  # keys of the warnings that were given
 
@@ -173,7 +173,7 @@ class Pair:
     def note(self, origin: Origin, is_kept: bool) -> None:
         """Record the names of a tensor, for a warning about keys of `by_name` that match no kept one."""
         for key in {key for o in origin.branches for key in o.keys}:
-            self.seen[key] = self.seen.get(key, False) or is_kept
+            self.seen[key] += is_kept
             if is_kept or not (self.by_name or {}).get(key):  # a key for None packs nothing in either case
                 self.unmatched.discard(key)
 
@@ -181,7 +181,7 @@ class Pair:
         if self.unmatched and any(self.seen.values()):
             keys = ", ".join(sorted(map(self._described, self.unmatched)))
             self.unmatched.clear()
-            kept = [name for name, is_kept in self.seen.items() if is_kept]
+            kept = [name for name, n_kept in self.seen.items() if n_kept]
             self.warn_once(
                 f"no tensor that code in the block keeps for backward has the name {keys}. "
                 f"The names of these tensors are {_listed(kept)}. What jax.checkpoint computes again is not kept."
