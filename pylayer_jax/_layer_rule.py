@@ -155,7 +155,7 @@ class CodeMap(LinearMap):
         self.name, self.jaxpr, self.sources, self.targets = name, jaxpr, sources, targets
         self.perturbed = perturbed  # a mask of the sources
         self.n_residuals = len(sources)
-        self.types = [tangent_type(v.aval) for v in targets]
+        self.types, self.has_x64 = [tangent_type(v.aval) for v in targets], jax.enable_x64.value
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
         def function(*values: Any) -> Values:
@@ -166,13 +166,13 @@ class CodeMap(LinearMap):
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         function, primals = self._function(residuals, self.targets), select(residuals, self.perturbed)
-        with noting(self.name, "forward"):
+        with noting(self.name, "forward"), jax.enable_x64(self.has_x64):
             return list(jax.jvp(function, primals, list(tangents))[1])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         used = [c is not None for c in cotangents]
         function, primals = self._function(residuals, select(self.targets, used)), select(residuals, self.perturbed)
-        with noting(self.name, "forward"):
+        with noting(self.name, "forward"), jax.enable_x64(self.has_x64):
             return list(jax.vjp(function, *primals)[1](select(cotangents, used)))
 
 

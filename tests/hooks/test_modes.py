@@ -13,7 +13,7 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import by_name, cast_saved, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
 from tests.kit.case import grid
-from tests.kit.layers import Tanh
+from tests.kit.layers import Tanh, layer
 from tests.kit.modes import MODES, STAGED
 
 from .spy import AT_LEAST, assert_close
@@ -98,17 +98,17 @@ def without_layer(x):
     "stage", [lambda f: f, STAGED["jit"], jax.vmap, STAGED["scan"]], ids=["eager", "jit", "vmap", "scan"]
 )
 def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
-    make, tolerance = PACKERS[packer]
-    with_layer = lambda x: Tanh.apply(x) * jnp.sin(x) * jnp.where(x > 0, x, 2)
+    saves_sine = lambda ctx, x: ctx.save_for_backward(jnp.sin(x[jnp.arange(len(x))])) or x
+    sine = jax.grad(lambda x: jnp.sum(layer(saves_sine, lambda ctx, _: ctx.saved_tensor()[0]).apply(x)))
     with jax.enable_x64(forward):
         x = jnp.asarray(np.linspace(-1, 1, 128).reshape(4, 32), jnp.float64 if forward else jnp.float32)
-        functions = make(tmp_path)(without_layer), with_layer, without_layer
-        (_, pull), (_, of_layer), (_, plain) = (jax.vjp(stage(f), x) for f in functions)
-        one = jnp.ones_like(x)
-        (expected,) = plain(one)
+        with_layers = lambda x: Tanh.apply(x) * sine(x) * jnp.where(x > 0, x, 2)
+        functions = PACKERS[packer][0](tmp_path)(without_layer), with_layers, without_layer
+        (_, pull), (_, of_layers), (_, plain) = (jax.vjp(stage(f), x) for f in functions)
+        (expected,) = plain(one := jnp.ones_like(x))
     with jax.enable_x64(not forward):
-        (found,), (gradient,) = pull(one), of_layer(one)
-    assert_close(np.asarray(found), np.asarray(expected), tolerance)
+        (found,), (gradient,) = pull(one), of_layers(one)
+    assert_close(np.asarray(found), np.asarray(expected), PACKERS[packer][1])
     assert_close(np.asarray(gradient), np.asarray(expected), 1e-6)
 
 
