@@ -89,7 +89,8 @@ class ObjectPrimitive(Primitive):
         self.jaxpr_name = jaxpr_name  # the parameter for the jaxpr of the payload
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
-            given = [None if type(t) is ad.Zero else t for t in tangents]
+            is_zero = [type(t) is ad.Zero or getattr(t, "dtype", None) == jax.dtypes.float0 for t in tangents]
+            given = [None if zero else t for zero, t in zip(is_zero, tangents, strict=True)]
             values, found = payload_at(payload).jvp_rule(primals, given)
             pairs = zip(values, found, strict=True)
             return values, [ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in pairs]
@@ -235,9 +236,8 @@ class RuleFunction:
         return [v.aval for v in self.jaxpr.outvars], outside_effects(self.jaxpr)
 
     def jvp_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        nonzero = [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
-        if any(nonzero):
-            return self.rule(primals, [t if is_set else None for is_set, t in zip(nonzero, tangents, strict=True)])
+        if any(t is not None for t in tangents):
+            return self.rule(primals, tangents)
         values = apply(self, primals)
         return values, [None] * len(values)
 
