@@ -248,7 +248,7 @@ def _pair(
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:
             entries.pop()
-    elif len(entries) <= len(slots) and not any(any(needs[slot.span]) for slot in slots[len(entries) :]):
+    elif len(entries) <= len(slots) and not any(any(needs[left_out.span]) for left_out in slots[len(entries) :]):
         return list(zip(slots, entries, strict=False))
     if (count := len(entries)) != len(passed):
         of_all, kind = arguments.names(), "argument" if torch_convention else "tensor argument"

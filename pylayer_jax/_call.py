@@ -158,7 +158,7 @@ class LayerCall:
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
         cotangents = _conjugated(cotangents) if is_conjugated else cotangents
-        given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
+        entries = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         state = TraceState()
         scope = self.scope("backward", state.is_staged)
         # Nothing transposes a first derivative in eager mode. There, layers within `backward` are faster with
@@ -167,14 +167,14 @@ class LayerCall:
         backward = functools.partial(_host_layer.run_backward, self, needs) if layer.host is True else layer.backward
         try:
             with in_transposable_backward(True) if may_be_transposed else _null_context, scope:
-                result = backward(ctx, *given)
+                result = backward(ctx, *entries)
         except Exception as error:
-            if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
+            if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *entries))):
                 static = [str(i) for i, x in enumerate(outputs.groups) if not x.size and not layer._torch_convention]
                 without = f" (output {', '.join(static)} holds no array, and so has no cotangent)" if static else ""
                 raise TypeError(
                     f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output')}"
-                    f"{without}, so backward takes ctx and {plural(len(given), 'cotangent')}: {misfit}."
+                    f"{without}, so backward takes ctx and {plural(len(entries), 'cotangent')}: {misfit}."
                 ) from error
             add_note(error, self.name, "backward")
             raise

@@ -169,10 +169,10 @@ class ProgramComparison:
                 exact = sorted(rows[1:-_N_ROUNDED], key=lambda row: row.held_bytes)
                 held, peaks = [0, *[row.held_bytes for row in exact]], [row.peak_bytes or 0 for row in exact]
                 fitting = [i for i, peak in enumerate(peaks, 1) if peak <= memory]
-                i = fitting[-1] if fitting else 1 + peaks.index(min(peaks))
+                best = fitting[-1] if fitting else 1 + peaks.index(min(peaks))
                 # Where nothing fits, the peak may be lower on both sides: less is held, or less is computed at once.
-                gaps = [*itertools.pairwise(held[i if fitting else i - 1 : i + 2])][::-1]
-                low, high = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+                gaps = [*itertools.pairwise(held[best if fitting else best - 1 : best + 2])]
+                low, high = max(reversed(gaps), key=lambda gap: gap[1] - gap[0], default=(0, 0))  # of equals, the last
                 pair = _with_limit((low + high) / 2)
                 if high - low <= _NEAR * high or any(row.name == repr(pair) for row in rows):
                     return
@@ -249,8 +249,8 @@ def compare_programs(
     traced = [compiler.trace(name, program) for name, program in named.items()]
     if loss is not None:
         under = lambda pair: compiler.trace(repr(pair), pair(function_of(loss)))
-        exact = under(recompute_saved())
-        limits = (exact[-1] / 2, exact[-1] / 4) if exact[-1] else ()
+        *_, held_bytes = exact = under(recompute_saved())
+        limits = (held_bytes / 2, held_bytes / 4) if held_bytes else ()
         pairs = [*map(_with_limit, limits), cast_saved(), quantize_saved(8)]
         traced += [exact, *map(under, pairs)]
     compiled: list[tuple[ComparedProgram, Callable[[], Any]]] = []

@@ -137,7 +137,7 @@ class _LayerSlot(Slot):
         return _Run(skeleton, [np.asarray(x) for x in outputs], marked, state.materialize, kept)
 
     def hold(self, run: _Run, device: np.ndarray) -> np.ndarray:
-        """Hold the context of a run. Return its ticket, or those of a batch of examples."""
+        """Hold the context of a run. Return its ticket, or those of a batch of examples, whose axes `device` has."""
         numbers = np.array([new_number() for _ in range(device.size)], np.uint32).reshape(device.shape)
         if numbers.size and self.call.layer.host is True:
             arrays, rest = run.context
@@ -289,7 +289,7 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
             )
     slot, state, is_held = _LayerSlot(call, ctx.needs_input_grad), ctx._state, call.layer.host is True
     if any(map(is_tracer, tensors)):
-        found = trial = _trial_of(slot)
+        result_run = trial = _trial_of(slot)
 
         def run(device: np.ndarray, *arrays: np.ndarray, holds: bool = True) -> list[np.ndarray]:
             result = slot.run(arrays)
@@ -308,23 +308,23 @@ def run_forward(call: LayerCall, ctx: Any, tensors: Sequence[Any]) -> Any:
         # As a key, the ticket is no tensor that hooks get. tests: test_hooks_do_not_get_the_number_of_a_run
         ticket = jax.random.wrap_key_data(ticket, impl="threefry2x32")
     else:
-        found = slot.run(tensors)
-        ticket = tuple(slot.hold(found, np.array(0)).tolist()) if is_held else None
+        result_run = slot.run(tensors)
+        ticket = tuple(slot.hold(result_run, np.array(0)).tolist()) if is_held else None
         if hasattr(call.layer, "result_types"):  # a staged call has to return the same
             trial = _trial_of(slot)
-            found = trial._replace(arrays=trial.values_of(found, ()))
-        values = as_arrays(found.arrays)
-    state.marked += select(values, found.marked)
-    state.materialize = found.materialize
+            result_run = trial._replace(arrays=trial.values_of(result_run, ()))
+        values = as_arrays(result_run.arrays)
+    state.marked += select(values, result_run.marked)
+    state.materialize = result_run.materialize
     if is_held:
         saved, attributes = tensors, {"slot": slot, "ticket": ticket}
     else:
-        saved, attributes = found.context.fill([*tensors, *values].__getitem__)
+        saved, attributes = result_run.context.fill([*tensors, *values].__getitem__)
         attributes = {**attributes, _TICKET: ticket}
     if saved is not None:
         ctx.save_for_backward(*saved)
     vars(ctx).update(attributes)
-    return found.skeleton.fill(values)
+    return result_run.skeleton.fill(values)
 
 
 def depending_on_run(ctx: Any, cotangents: Sequence[Any]) -> list[Any]:
@@ -341,8 +341,8 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
     inputs, needed = ctx.saved_tensor(), call.arguments.can_get_gradient(needs)
     given, skeleton = split(cotangents)
     tensors, run = [*inputs, *given], functools.partial(ctx.slot.gradients, needed, skeleton)
-    has_key = not isinstance(ctx.ticket, tuple)  # also a concrete one, of a vjp function that traced code returned
-    ticket = jax.random.key_data(ctx.ticket) if has_key else np.asarray(ctx.ticket, np.uint32)
+    was_traced = not isinstance(ctx.ticket, tuple)  # if traced code returned the vjp function, the key is concrete
+    ticket = jax.random.key_data(ctx.ticket) if was_traced else np.asarray(ctx.ticket, np.uint32)
     if any(map(is_tracer, [ticket, *tensors])):
         with contextlib.suppress(ValueError):  # a function in C has no signature
             inspect.signature(call.layer.backward).bind(ctx, *cotangents)  # an error here, rather than in a run

@@ -345,7 +345,7 @@ def _bind(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> Seq
         or hasattr(layer, "vmap")  # JAX would batch the code of `forward`
         or state.is_forward_over_reverse  # JAX would apply forward mode to the custom_vjp function
         or lacks_custom_vjp  # jax.linear_transpose and an eager shard_map have no rule for custom_vjp functions
-        or (is_deferred and call.saver is not None)  # JAX traces a fwd rule separately: tensors are packed again
+        or (is_deferred and call.saver is not None)  # JAX traces a fwd rule separately, which would pack a second time
         or (is_deferred and traced_call.stage(types)[1])  # a custom_vjp function cannot close over values
     )
     if not needs_rule_function:

@@ -312,7 +312,7 @@ def stage_layer(call: LayerCall, input_types: Sequence[Any], primals: Sequence[A
     unnamed = jaxpr
     if call.layer.saved_names and not hasattr(call.layer, "vmap"):
         variables = [*jaxpr.invars[len(consts) :], *jaxpr.outvars]
-        saved = zip([variables[i] for i in positions], call.checkpoint_names(kept), strict=False)
+        saved = zip([variables[i] for i in positions[: kept.n_saved]], call.checkpoint_names(kept), strict=True)
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
         if name_of := {v: name for v, name in saved if name and not isinstance(v, Literal) and v in computed}:
             jaxpr = with_checkpoint_names(jaxpr, name_of, source_of(call.name, call.layer.forward))
@@ -385,13 +385,13 @@ def linearize(
     packed = None  # residuals with positions in `residuals` in place of arrays, if hooks have packed in a block
     if packs and call.saver is not None and n:
         names = call.residual_names(kept)
-        packed, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
+        trees, arrays, outputs = call.saver.save(f"{call.name}, saved tensor", names, inputs, residuals[:n], outputs)
         residuals = [*arrays, *held(residuals[n:])]
-        packed = packed and [*packed, *range(len(arrays), len(residuals))]
+        packed = trees and [*trees, *range(len(arrays), len(residuals))]
     if call.layer.saved_names:
         named = dict[int, Any]()  # id of an array -> the array, named after a tensor that is restored from it
-        for name, residual in zip(call.checkpoint_names(kept), packed[:n] if packed else range(n), strict=True):
-            for x in [residuals[i] for i in jax.tree_util.tree_leaves(residual)]:
+        for name, positions in zip(call.checkpoint_names(kept), packed[:n] if packed else range(n), strict=True):
+            for x in [residuals[i] for i in jax.tree_util.tree_leaves(positions)]:
                 # The jaxpr of a staged `forward` names all residuals except inputs. Packed arrays have no name yet.
                 is_named = id(x) in named or (kept.has_names and packed is None and not contains(inputs, x))
                 if name and not is_named and is_tracer(x):
@@ -415,7 +415,7 @@ class TracedCall(RuleFunction):
         self.call, self.name = call, call.name
         self.is_deferred = is_deferred  # whether JAX stages the call: it may run the fwd rule later, and more than once
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
-        self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
+        self.maps: list[LayerMap] = []  # one for each run of the fwd rule, which JAX memoizes
 
     def stage(self, types: Sequence[Any], primals: Sequence[Any] = ()) -> tuple[StagedLayer, Values]:
         """Return the staged `forward` and its consts. Only an error reads `primals`, those of a rule."""

@@ -250,7 +250,7 @@ def _row(
     """Return the row of a tensor for which JAX keeps arrays: copies of it, or what a pack hook made of it."""
     source = kept[0][1]
     tensor, _ = source.packed or (source, None)
-    n, n_parts = (1, tensor.times) if source.packed else (len(kept), 1)  # each array that is not packed is a copy
+    n_copies, n_parts = (1, tensor.times) if source.packed else (len(kept), 1)  # each array not packed is a copy
     # Count each iteration that packs the tensor, and all shards of it, which are parts of v.
     sizes = [n_parts * _size(tensor.aval) * _size(v.aval) // _size(x.aval) for v, x in kept]
     arrays = [] if source.recomputed_from else [v.aval for v, _ in kept]
@@ -275,8 +275,8 @@ def _row(
         name=origin.name or input_name or origin.operation or program.operation(tensor),
         shape=tuple(tensor.aval.shape),
         dtype=str(tensor.aval.dtype),
-        times=n * n_parts * source.times,
-        bytes=n * max(sizes),
+        times=n_copies * n_parts * source.times,
+        bytes=n_copies * max(sizes),
         packed_bytes=sum(map(_size, arrays)),
         host_bytes=host_bytes,
         # Only the call of a jitted function of JAX itself has a line of user code, not an equation inside it.

@@ -60,7 +60,7 @@ class Skeleton:
     def without_statics(self, tensors: Sequence[Any]) -> Any:
         try:
             return self.fill(tensors, lambda _: None)
-        except Exception:  # a class may accept arrays only; of equal numbers or None, one stands for the whole tree
+        except Exception:  # a class may accept arrays only; of equal batch axes or None, one stands for the whole tree
             if any(is_tensor(x) or x != tensors[0] for x in tensors):
                 raise
             return tensors[0]

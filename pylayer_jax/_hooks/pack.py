@@ -30,7 +30,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from pylayer_jax._jax.jaxprs import frames_between, scopes_between
-from pylayer_jax._jax.rule_function import merge, select, with_tangent
+from pylayer_jax._jax.rule_function import merge, select, value_with_tangent_of
 from pylayer_jax._jax.traces import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
 from pylayer_jax._jax.transparency import forbid_derivative
 from pylayer_jax._jax.types import as_arrays, has_tangent, is_array, is_key, is_tensor, number_as, typeof, with_type
@@ -305,7 +305,7 @@ def pack_tensor(pair: Pair, steps: Sequence[Step], tensor: Any, where: str, orig
         (value,) = forbid_derivative([tensor], error)
     with jax.named_scope(PACK_SCOPE):
         residual = _pack(pair.store, steps, number_as(value, typeof(tensor)), where, origin)
-    return Partial(with_tangent, tensor, residual) if keeps_original else residual
+    return Partial(value_with_tangent_of, tensor, residual) if keeps_original else residual
 
 
 def restored(residual: Any) -> Any:

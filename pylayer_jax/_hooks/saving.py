@@ -32,7 +32,7 @@ from pylayer_jax._jax.traces import (
     without_pass_through,
 )
 from pylayer_jax._jax.transparency import Identity, barrier
-from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, is_nan_reported, is_ref, tangent_type, typeof
+from pylayer_jax._jax.types import as_arrays, full_tangent, has_tangent, is_nan_reported, is_ref, tangent_type, typeof
 
 from .active import PLANNED, SUSPENDED, active
 from .pack import Origin, Pair, Place, pack_tensor, restored, roundings_of, steps_for
@@ -288,7 +288,7 @@ class Pullback(LinearMap):
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         def transposed(*cotangents: Any) -> Values:
             pairs = zip(self.transpose(residuals, cotangents), tangents, strict=True)
-            return [full_cotangent(x, typeof(t)) for x, t in pairs]
+            return [full_tangent(x, typeof(t)) for x, t in pairs]
 
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types]
         return list(jax.linear_transpose(transposed, *types)(list(tangents)))
@@ -323,7 +323,7 @@ class Vjp:
         """Return the gradients for cotangents of the values that have a tangent."""
         pullback: Any = jax.tree_util.tree_unflatten(self._treedef, list(residuals))
         pairs = zip(scatter(cotangents, self.nonzero), self.value_types, strict=True)
-        full = [full_cotangent(c, t) for c, t in pairs]
+        full = [full_tangent(c, t) for c, t in pairs]
         missing, reached, logs = {i for i, c in enumerate(cotangents) if c is None}, set[int](), None
         token = _calls.set({**_calls.get({}), self: (missing, reached)})
         try:

@@ -23,7 +23,7 @@ import numpy as np
 from .jaxprs import body_inputs, inner_jaxprs, interpret, jaxpr_and_consts
 from .rule_function import merge, payload_of, scatter, select
 from .traces import eval_jaxpr
-from .types import full_cotangent, has_tangent
+from .types import full_tangent, has_tangent
 
 Kind = str
 ZERO: Final = "\0zero"
@@ -201,7 +201,7 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
     carried = range(n_body, n_body + len(equation.outvars))
     carry = _loop(equation.params["body_jaxpr"], operands[n_cond:], carried)
     (goes_on,) = evaluate_kinds(jaxpr_and_consts(equation.params["cond_jaxpr"])[0], [*operands[:n_cond], *carry])
-    # If the condition depends on the inputs, so does the number of iterations, and with it each carried value.
+    # If the condition depends on the inputs (its kind is then a reason), so do the values after a number of steps.
     return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
 
 
@@ -226,6 +226,6 @@ def transpose_jaxpr(
         __tracebackhide__ = True
         return eval_jaxpr(jaxpr, (), *merge(is_input, values, args))
 
-    given = [full_cotangent(c, v.aval) for v, c in zip(jaxpr.outvars, select(cotangents, used), strict=True)]
+    given = [full_tangent(c, v.aval) for v, c in zip(jaxpr.outvars, select(cotangents, used), strict=True)]
     types = select([v.aval for v in jaxpr.invars], is_input)
     return scatter(jax.linear_transpose(linear, *types)(given), is_input)

@@ -25,7 +25,7 @@ import jax
 
 from .jaxprs import NO_DEBUG_INFO, evaluate_jaxpr, lower_jaxpr, operations, outside_effects, stage, uses_own_refs
 from .traces import DebugInfo, Jaxpr, Primitive, ad, batch_traces, batching, current_trace, is_named, mlir
-from .types import batched_type, full_cotangent, has_tangent, tangent_type, typeof, types_of
+from .types import batched_type, full_tangent, has_tangent, tangent_type, typeof, types_of
 
 __tracebackhide__ = True  # pytest hides these frames, as JAX does elsewhere
 
@@ -247,14 +247,14 @@ class RuleFunction:
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         batched, consts = self.batch(axis, dims, types_of(args))
         out_dims = batched.out_dims
-        if out_dims != 0 and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis():
+        if batched.jaxpr is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis():
             return apply(self, args), out_dims
         values = apply(batched, [*consts, *args])
-        return values, [0] * len(values) if out_dims == 0 else out_dims
+        return values, [0] * len(values) if batched.jaxpr is None else out_dims
 
 
 class BatchedFunction(RuleFunction):
-    out_dims: Any = 0  # of each value, None for one that all examples share; 0 for all values if it is not staged
+    out_dims: Any = 0  # of all values; a list if it is staged, with None for a value that all examples share
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name = inner, axis, inner.name
@@ -285,7 +285,7 @@ class BatchedFunction(RuleFunction):
             tangent_dims = [0 if d is None else d for d in dims]
         batched_rule = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))
         values, found = batched_rule(list(primals[n:]), given)
-        if self.out_dims == 0:
+        if self.jaxpr is None:
             return values, found
         # All examples share the tangent of a value that is not batched, such as a sum over the batch axis.
         pairs = zip(found, self.out_dims, strict=True)
@@ -335,7 +335,7 @@ class LinearMap:
 
             return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
         # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.
-        full = [full_cotangent(t, typeof(p)) for p, t in zip(primals[n:], tangents[n:], strict=True)]
+        full = [full_tangent(t, typeof(p)) for p, t in zip(primals[n:], tangents[n:], strict=True)]
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
 
     def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
@@ -371,10 +371,10 @@ def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence
     return linear_map_p.bind(*residuals, *tangents, payload=linear)
 
 
-# -- two functions with rules ------------------------------------------------------------------------
+# -- a value with the tangent of another, and an identity that batches --------------------------------
 
 
-class _WithTangent(RuleFunction):
+class _ValueWithTangent(RuleFunction):
     def __init__(self, types: Sequence[Any]) -> None:
         self.name = "with_tangent"
         self.jaxpr, _, _ = stage(lambda _, value: ([value], None), types, self.name)
@@ -383,12 +383,12 @@ class _WithTangent(RuleFunction):
         return apply(self, primals), [tangents[0]]
 
 
-def with_tangent(tensor: Any, value: Any) -> Any:
-    return apply(_WithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]
+def value_with_tangent_of(tensor: Any, value: Any) -> Any:
+    return apply(_ValueWithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]
 
 
 class Rebatch(RuleFunction):
-    """`(*operands, *outputs) -> outputs`, which only batches: see NOTE [all outputs are batched]."""
+    """`(*operands, *outputs) -> outputs`, which batches, once per `jax.vmap`: see NOTE [all outputs are batched]."""
 
     name = "outputs"
 

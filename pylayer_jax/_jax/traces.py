@@ -107,7 +107,7 @@ def _classes_of(
 
 with eval_context():
     EVAL_TRACE: type[Any] = type(current_trace())
-    _NO_TRACE = get_opaque_trace_state(convention="nnx")
+    _NO_TRACE = get_opaque_trace_state()
 STAGED = _classes_of("jax.jit", lambda f, x: jax.jit(f)(x))
 BATCHED = _classes_of("jax.vmap", lambda f, x: jax.vmap(f)(x), primal_attribute="val")
 FORWARD = _classes_of("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)), primal_attribute="primal")
@@ -178,7 +178,7 @@ def is_staged(value: Any) -> bool:
 
 def nothing_is_traced() -> bool:
     """Return whether no transformation is active, in a third of a microsecond. JAX has no other public test."""
-    return get_opaque_trace_state(convention="nnx") == _NO_TRACE
+    return get_opaque_trace_state() == _NO_TRACE
 
 
 class PassThroughTrace:

@@ -97,11 +97,11 @@ def zeros_of(aval: Any) -> jax.Array:
     return zeros if typeof(zeros).memory_space == aval.memory_space else jax.device_put(zeros, aval.memory_space)
 
 
-def full_cotangent(cotangent: Any, aval: Any) -> Any:
-    """Return the cotangent that a vjp function expects for a value of type `aval`."""
+def full_tangent(tangent: Any, aval: Any) -> Any:
+    """Return the tangent or cotangent that JAX's functions expect for a value of type `aval`."""
     if not has_tangent(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
-    return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
+    return zeros_of(tangent_type(aval)) if tangent is None else tangent
 
 
 def number_as(value: Any, aval: Any) -> Any:
