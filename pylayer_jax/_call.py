@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from . import _host_layer
 from ._arguments import Arguments, match_gradients, match_tangents
-from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, SavedContext, backward_context, keep
+from ._context import ContextState, ForwardResult, Outputs, PyLayerContext, ResidualTree, SavedContext, keep
 from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, is_differentiated, is_staging, is_tracer
 from ._jax.types import has_tangent, is_array, is_tensor, number_as, tangent_type, zeros_of
@@ -153,7 +153,7 @@ class LayerCall:
         cotangents = [number_as(c, t) if can_have_one else None for c, t, can_have_one in rows]
         if all(c is None for c in cotangents):
             return [None] * len(arguments.types)
-        ctx = self._backward_context(kept, residual, needs)
+        ctx = self._context_of(kept, residual, needs, kept.saved)
         if layer.host == "forward":
             cotangents = _host_layer.depending_on_run(ctx, cotangents)
         is_conjugated = layer.complex_convention == "paddle"
@@ -186,7 +186,7 @@ class LayerCall:
         self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` on one tangent per tensor. Return one per differentiable output."""
-        ctx = self._backward_context(kept, residual, needs, for_jvp=True)
+        ctx = self._context_of(kept, residual, needs, kept.saved_for_jvp or kept.saved)
         full = [
             zeros_of(tangent_type(a) if has_tangent(a) else a) if t is None and kept.materialize else number_as(t, a)
             for t, a in zip(tangents, self.arguments.types, strict=True)
@@ -195,17 +195,18 @@ class LayerCall:
             result = self.layer.jvp(ctx, *self.arguments.per_argument(full))
         return match_tangents(result, kept.outputs, self.name)
 
-    def _backward_context(
-        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], for_jvp: bool = False
+    def _context_of(
+        self, kept: SavedContext, residual: Callable[[int], Any], needs: Sequence[bool], saved: ResidualTree | None
     ) -> Any:
-        saved = (for_jvp and kept.saved_for_jvp) or kept.saved
-        return backward_context(
-            self.layer._context_class,
-            self.name,
-            lambda: self.arguments.needs_input_grad(needs),
-            lambda: None if saved is None else saved.fill(residual),
-            {name: tree.fill(residual) for name, tree in kept.attributes.items()},
-        )
+        attributes = {name: tree.fill(residual) for name, tree in kept.attributes.items()}
+        return self.backward_context(needs, lambda: None if saved is None else saved.fill(residual), attributes)
+
+    def backward_context(self, needs: Sequence[bool], load_saved: Callable[[], Any], attributes: dict[str, Any]) -> Any:
+        needs_input_grad = lambda: self.arguments.needs_input_grad(needs)
+        state = ContextState(self.name, needs_input_grad, in_forward=False, load_saved=load_saved)
+        ctx = self.layer._context_class(state)
+        vars(ctx).update(attributes)
+        return ctx
 
     # -- vmap --------------------------------------------------------------------------------------------
 

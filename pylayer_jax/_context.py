@@ -197,18 +197,6 @@ class PyLayerContext:
         return state
 
 
-def backward_context(
-    kind: type[PyLayerContext],
-    layer_name: str,
-    needs_input_grad: Callable[[], tuple[bool, ...]],
-    load_saved: Callable[[], tuple[Any, ...] | None],
-    attributes: dict[str, Any],
-) -> PyLayerContext:
-    ctx = kind(ContextState(layer_name, needs_input_grad, in_forward=False, load_saved=load_saved))
-    vars(ctx).update(attributes)
-    return ctx
-
-
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` as the context keeps it: NumPy arrays are copied, or replaced by JAX outputs."""
     if is_array(value) or isinstance(value, (int, float, str, type(None))):

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import coerce, match_gradients
-from ._context import ContextState, ResidualTree, backward_context, check_returned, copy_container, positions_of_kept
+from ._context import ContextState, ResidualTree, check_returned, copy_container, positions_of_kept
 from ._hooks.host import HostStore, Slot, call_on_host, new_number
 from ._jax.rule_function import scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
@@ -171,8 +171,7 @@ class _LayerSlot(Slot):
             context = found if np.array_equal(held, numbers) else None
         kept, kept_skeleton = context or self.run(arrays[:n]).context
         saved, attributes = kept_skeleton.fill([x.copy() for x in kept], copy_container)
-        needs = call.arguments.needs_input_grad(needed)
-        ctx = backward_context(call.layer._context_class, call.name, lambda: needs, lambda: saved, attributes)
+        ctx = call.backward_context(needed, lambda: saved, attributes)
         with _refusing_tracers(call, "backward"):
             result = call.layer.backward(ctx, *skeleton.fill([np.array(x) for x in arrays[n:]]))
         for i, g in enumerate(select(match_gradients(result, call.arguments, needed, call.layer, batch), needed)):

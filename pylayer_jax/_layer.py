@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import types
@@ -13,7 +14,7 @@ import jax
 
 from ._arguments import bind, call_of_apply
 from ._call import LayerCall, in_transposable_backward
-from ._context import PyLayerContext, backward_context
+from ._context import PyLayerContext
 from ._hooks.operations import mark_as_computed, saver_of
 from ._hooks.saving import past_blocks
 from ._jax.rule_function import apply, select
@@ -112,7 +113,8 @@ def once_differentiable(backward: Method) -> Method:
         state = ctx._state
         tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
         saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
-        ctx = backward_context(type(ctx), state.layer_name, state.needs_input_grad, lambda: saved, attributes)
+        ctx = type(ctx)(dataclasses.replace(state, saved=saved))
+        vars(ctx).update(attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded
