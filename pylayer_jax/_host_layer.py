@@ -355,9 +355,7 @@ def run_backward(call: LayerCall, needs: Sequence[bool], ctx: Any, *cotangents: 
 
 def run_vmap(call: LayerCall, axis: Any, tensors: Sequence[Any], *first: Any) -> list[Any]:
     trial = _trial_of(_LayerSlot(call, call.arguments.needs_input_grad([True] * len(tensors))))
-
-    def to_front(x: Any, dim: int | None) -> np.ndarray:
-        return np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)
+    to_front = lambda x, dim: np.stack([x] * axis.size) if dim is None else np.moveaxis(np.asarray(x), dim, 0)
 
     def run(_: Any, *arrays: np.ndarray) -> list[np.ndarray]:
         with _refusing_tracers(call, "vmap"):

@@ -96,11 +96,10 @@ def once_differentiable(backward: Method) -> Method:
         found: Any = type(backward)(once_differentiable(backward.__func__))
         return found
 
-    def second_derivative_error() -> OnceDifferentiableError:
-        return OnceDifferentiableError(
-            f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
-            "Remove the decorator if backward is made of differentiable operations."
-        )
+    error = lambda: OnceDifferentiableError(
+        f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
+        "Remove the decorator if backward is made of differentiable operations."
+    )
 
     @functools.wraps(backward)
     def guarded(*args: Any) -> Any:
@@ -112,13 +111,13 @@ def once_differentiable(backward: Method) -> Method:
         ctx = args[first]  # cls may precede ctx
         state = ctx._state
         tensors, skeleton = split((state.read_saved(), dict(vars(ctx)), args[first + 1 :]))
-        saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, second_derivative_error))
+        saved, attributes, cotangents = skeleton.fill(forbid_derivative(tensors, error))
         ctx = type(ctx)(dataclasses.replace(state, saved=saved))
         vars(ctx).update(attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded
-    decorated.second_derivative_error = second_derivative_error
+    decorated.second_derivative_error = error
     return decorated
 
 

@@ -533,10 +533,7 @@ def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ..
     call = traced_call.call
     tensors = tuple(as_arrays(tensors))
     needs = [True] * len(tensors)
-
-    def error() -> Exception:
-        return once_differentiable_error(call.layer) or ref_error(call)
-
+    error = lambda: once_differentiable_error(call.layer) or ref_error(call)
     try:
         kept, outputs, residuals = call.run_forward(tensors, needs)
     except Exception as refused:

@@ -41,9 +41,7 @@ def type_text(x: Any) -> str:
 
 
 def html_table(table: Sequence[Sequence[str]], caption: str) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
+    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
     head, body = line("th", table[0]), "".join(line("td", row) for row in table[1:])
     return f"<table><caption>{html.escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
 

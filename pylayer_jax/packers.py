@@ -283,9 +283,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         if block_size < 2 or block_size % 2:
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
-
-        def n_bytes_of_block(length: int, dtype: Any) -> int:
-            return 3 * max(4, dtype.itemsize) + math.ceil(length * bits / 8)
+        n_bytes_of_block = lambda length, dtype: 3 * max(4, dtype.itemsize) + math.ceil(length * bits / 8)
 
         def block_length(x: Any, n_shards: int = 1) -> int:
             """Return 0 for what stays as it is: `jax.export` makes symbolic lengths."""

@@ -76,10 +76,7 @@ class HostFunction(NamedTuple):
             whole = [batch_axis_to_front(axis, x, d) for x, d in zip(args, dims, strict=True)]
             values = host_call_p.bind(*whole, payload=self._replace(results=results))
             return values, [0] * len(values)
-
-        def one(xs: Sequence[Any]) -> Any:
-            return host_call_p.bind(*merge(is_batched, xs, args), payload=self)
-
+        one = lambda xs: host_call_p.bind(*merge(is_batched, xs, args), payload=self)
         # JAX keeps the compiled program of an eager `jax.lax.map` forever, with all objects that the function holds. It
         # deletes the program of a jitted function together with the function.
         if axis.size and not is_staging():

@@ -99,10 +99,8 @@ def body_inputs(equation: Any) -> tuple[int, range]:
     n_before = len(equation.invars) - len(body.invars)
     if equation.primitive.name != "scan":
         return n_before, range(0)
-
-    def count(outside: Sequence[Any], inside: Sequence[Any]) -> int:  # an array and its slice differ in shape
-        return sum(map(operator.eq, shapes_of(outside), shapes_of(inside)))
-
+    # An array and its slice differ in shape.
+    count = lambda outside, inside: sum(map(operator.eq, shapes_of(outside), shapes_of(inside)))
     n_carry = count(equation.outvars, body.outvars)
     n_consts = count(equation.invars, body.invars) - n_carry
     return n_before, range(n_consts, n_consts + n_carry)
@@ -158,10 +156,7 @@ def interpret(
     A value is anything: an array, a type, a kind. One that is known replaces the result of an equation.
     """
     values = dict(known)
-
-    def read(atoms: Iterable[Any]) -> list[Any]:
-        return [of_literal(a) if isinstance(a, Literal) else values[a] for a in atoms]
-
+    read = lambda atoms: [of_literal(a) if isinstance(a, Literal) else values[a] for a in atoms]
     for equation in equations:
         for variable, value in zip(equation.outvars, rule(equation, read(equation.invars)), strict=True):
             values.setdefault(variable, value)

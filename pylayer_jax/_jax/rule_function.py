@@ -329,11 +329,8 @@ class LinearMap:
         n = self.n_residuals
         nonzero = [t is not None for t in tangents]
         if any(nonzero[:n]):
-
-            def evaluate(*moving: Any) -> Values:
-                return self.run(*merge(nonzero, moving, primals))
-
-            return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
+            run = lambda *moving: self.run(*merge(nonzero, moving, primals))
+            return jax.jvp(run, select(primals, nonzero), select(tangents, nonzero))
         # The derivative in the tangents is the same map, in a second equation, which reverse mode can transpose.
         full = [full_tangent(t, typeof(p)) for p, t in zip(primals[n:], tangents[n:], strict=True)]
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
