@@ -78,9 +78,8 @@ def test_a_flag_of_another_name_or_kind(name, value, meant):
 
 
 def test_a_helper_whose_name_is_near_that_of_a_flag():
-    for name in ("forward_model", "forward_node", "saved_games"):
-        check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
-    for name, value in {"hosts": ["a", "b"], "post": True, "ghost": "no", "_host": True}.items():
+    helpers = dict.fromkeys(("forward_model", "forward_node", "saved_games"), staticmethod(len))
+    for name, value in (helpers | {"hosts": ["a", "b"], "post": True, "ghost": "no", "_host": True}).items():
         check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: value}))
 
 

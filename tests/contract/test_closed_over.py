@@ -44,18 +44,16 @@ def test_a_differentiated_value_that_a_method_closes_over(mode):
 
 
 @gradients
-def test_a_value_that_is_differentiated_as_an_argument_too_is_named(run):
-    assert_named(lambda: run(lambda w: loss(closing_over(w))(X * w))(2.0))
+@pytest.mark.parametrize(
+    "of", [lambda f: f, lambda f: lambda x: jax.grad(f)(x).sum()], ids=["an argument too", "at the outer order"]
+)
+def test_a_differentiated_scalar_that_forward_closes_over_is_named(of, run):
+    assert_named(lambda: run(lambda w: of(loss(closing_over(w)))(X * w))(2.0))
 
 
 RULES = pytest.mark.parametrize(
     ("mode", "forward_mode"), [("grad", False), ("jit-grad", True), ("scan", False), ("vmap", True)]
 )
-
-
-@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.jit(jax.grad(f))])
-def test_a_value_that_forward_closes_over_at_the_outer_order(run):
-    assert_named(lambda: run(lambda w: jax.grad(loss(closing_over(w)))(X).sum())(2.0))
 
 
 class Scale:

@@ -72,6 +72,8 @@ MODES = {
     "jit": lambda f: jax.jit(jax.grad(f, (0, 1)))(A, X),
     "vmap": lambda f: jax.vmap(jax.grad(f, (0, 1)), (None, 0))(A, jnp.stack([X, 2 * X])),
     "grad of vmap": lambda f: jax.grad(lambda a: jax.vmap(functools.partial(f, a))(jnp.stack([X, 2 * X])).sum())(A),
+    "jit of vmap": lambda f: jax.jit(jax.vmap(f, (None, 0)))(A, jnp.stack([X, 2 * X])),
+    "jvp": lambda f: jax.jvp(f, (A, X), (A, X)),
     "scan": lambda f: jax.grad(lambda a: jax.lax.scan(lambda c, x: (c + f(a, x), None), 0.0, X[None])[0])(A),
     "second order": lambda f: jax.jit(jax.grad(lambda a: jnp.sum(jax.grad(f, 1)(a, X) ** 2)))(A),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1))(A, X),
@@ -81,10 +83,16 @@ MODES = {
 }
 
 
+MET = [(mode, Product) for mode in MODES if mode not in ("jvp", "jit of vmap")]
+MET += [("jvp", layer(base=Product, forward_mode=True)), ("jvp", layer(base=Product, jvp=pushed))]
+MET += [("jit of vmap", with_vmap), ("grad of vmap", with_vmap)]
+
+
 @pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning")
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients(mode):
-    for got, expected in zip(*map(jax.tree.leaves, map(MODES[mode], (loss, plain))), strict=True):
+@pytest.mark.parametrize(("mode", "made"), MET)
+def test_gradients(mode, made):
+    found = MODES[mode](functools.partial(loss, made=made)), MODES[mode](plain)
+    for got, expected in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
@@ -93,20 +101,6 @@ def test_names_of_its_arrays():
     assert any("args[0].array" in str(row) for row in report.rows)
     with pytest.raises(ValueError, match=r"gradient of 'a\.array'"):
         jax.grad(functools.partial(loss, made=layer(base=Product, backward=lambda ctx, dy: (Matrix(X), None))))(A, X)
-
-
-def test_forward_mode():
-    for made in layer(base=Product, forward_mode=True), layer(base=Product, jvp=pushed):
-        _, tangent = jax.jvp(made.apply, (A, X), (A, X))
-        np.testing.assert_allclose(tangent.array, 2 * A.array @ X, rtol=1e-5)
-
-
-def test_own_vmap():
-    xs = jnp.stack([X, 2 * X])
-    product = jax.jit(jax.vmap(with_vmap.apply, (None, 0)))(A, xs)
-    np.testing.assert_allclose(product.array, A.array @ xs, rtol=1e-5)
-    got, expected = (MODES["grad of vmap"](f) for f in (functools.partial(loss, made=with_vmap), plain))
-    np.testing.assert_allclose(got.array, expected.array, rtol=1e-5)
 
 
 def test_a_missing_cotangent_is_none():
