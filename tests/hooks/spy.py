@@ -69,6 +69,10 @@ def in_block(hooks, f):
     return block
 
 
+def is_matrix(x):
+    return x.ndim > 1
+
+
 def tanh_sum(x):
     return Tanh.apply(x).sum()
 

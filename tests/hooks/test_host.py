@@ -96,16 +96,6 @@ def test_numbers_of_less_than_a_byte(dtype, transform, tmp_path):
         np.testing.assert_array_equal(got, jnp.broadcast_to(scale.astype(got.dtype), got.shape))
 
 
-def test_eager_objects_die_with_the_vjp_function():
-    host = Host()
-    value, pullback = jax.vjp(host.hooks(plain), X)
-    assert len(host) == 3  # tanh(x), sin(x) and cos(x)
-    pullback(value)
-    assert len(host) == 3
-    del pullback
-    assert len(host) == 0
-
-
 # What is made of the function, and how many objects are held after one step.
 STEPS = {
     "jit of grad": (lambda f: jax.jit(jax.grad(f)), 3),

@@ -17,17 +17,13 @@ from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, recompute_saved, save_on_cpu, save_on_disk
 from tests.kit.threads import in_threads
 
-from .spy import X, in_block, tanh_sum
+from .spy import X, in_block, is_matrix, tanh_sum
 
 # Some blocks stand around `jax.grad`, where hooks see no plain operation; some functions have no tensor of each name.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*0 tensors packed:UserWarning"),
     pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning"),
 ]
-
-
-def is_matrix(x):
-    return x.ndim > 1
 
 
 # -- pairs that look alike: `make(scale)` is a pair whose unpack hook multiplies by `scale` --------------

@@ -192,15 +192,14 @@ def test_the_least_is_what_is_held(name):
     assert held <= bytes_held(recompute_saved()(WITH_LOOPS[name]))
 
 
-def test_slices_that_a_scan_takes_are_kept_once():
-    assert bytes_held(recompute_saved()(sorted_slices)) == 3 * X.nbytes  # the order, tanh, and what is carried
+def products(ws, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (Matmul.apply(x, w), None), x, ws[1:].mT)[0])
 
 
-def test_a_layer_in_a_scan_keeps_no_copy_of_stacked_weights():
-    def loss(ws, x):
-        return jnp.sum(jax.lax.scan(lambda x, w: (Matmul.apply(x, w), None), x, ws[1:].mT)[0])
-
-    assert bytes_held(recompute_saved()(loss)) == 3 * X.nbytes
+# The slices are kept once: the order, tanh, and what is carried. The products keep no copy of stacked weights.
+@pytest.mark.parametrize("function", [sorted_slices, products])
+def test_what_a_scan_takes_is_kept_once(function):
+    assert bytes_held(recompute_saved()(function)) == 3 * X.nbytes
 
 
 def test_slices_that_a_layer_saves_are_packed():

@@ -14,7 +14,7 @@ from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, reco
 from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT, STAGED
 
-from .spy import GRADIENTS, bytes_held, in_block, noting
+from .spy import GRADIENTS, bytes_held, in_block, is_matrix, noting
 
 T, W = 32, 64
 X = jnp.linspace(-1.0, 1.0, T * W).reshape(T, W)
@@ -363,15 +363,11 @@ def loss(w, x):
     return jnp.sum(jnp.sin(Multiply.apply(Tanh.apply(x), w * jnp.ones((64, 1)))) * w)
 
 
-def is_wide(x):
-    return x.ndim > 1
-
-
 @EAGER_AND_JIT
 @pytest.mark.parametrize("host", [False, True], ids=["traced", "host"])
 def test_what_the_predicate_is_false_for_is_not_packed(host, mode):
     seen = []
-    found = mode(jax.grad(noting(seen, host=host, only=is_wide)(loss)))(ROW, SQUARE)
+    found = mode(jax.grad(noting(seen, host=host, only=is_matrix)(loss)))(ROW, SQUARE)
     np.testing.assert_allclose(found, jax.grad(loss)(ROW, SQUARE), rtol=1e-5, atol=1e-4)
     assert seen
     assert all(len(shape) > 1 for shape in seen)
@@ -380,7 +376,7 @@ def test_what_the_predicate_is_false_for_is_not_packed(host, mode):
 @pytest.mark.parametrize("packer", [save_on_cpu, cast_saved, quantize_saved, save_on_disk])
 def test_every_ready_pair_takes_it(packer, tmp_path):
     arguments = (tmp_path,) if packer is save_on_disk else ()
-    nothing, wide = (packer(*arguments, only=only) for only in (lambda x: False, is_wide))
+    nothing, wide = (packer(*arguments, only=only) for only in (lambda x: False, is_matrix))
     expected = jax.grad(loss)(ROW, SQUARE)
     with pytest.warns(UserWarning, match="only"):
         np.testing.assert_allclose(jax.grad(nothing(loss))(ROW, SQUARE), expected, rtol=1e-3)

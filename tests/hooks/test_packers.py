@@ -404,8 +404,9 @@ def test_files_go_when_nothing_can_ask_for_them(tmp_path):
     hooks = save_on_disk(tmp_path)
     value, pullback = jax.vjp(hooks(tanh_sum), X)
     hooks.close()  # which leaves what an eager vjp function holds
-    assert [path.stat().st_size for path in files(tmp_path)] == [X.nbytes]
-    np.testing.assert_allclose(pullback(jnp.ones(()))[0], tanh_slope(X), rtol=1e-5)
+    for _ in range(2):  # a use of the function does not release them either
+        assert [path.stat().st_size for path in files(tmp_path)] == [X.nbytes]
+        np.testing.assert_allclose(pullback(jnp.ones(()))[0], tanh_slope(X), rtol=1e-5)
     del pullback
     gc.collect()
     assert files(tmp_path) == []
@@ -436,12 +437,6 @@ def test_files_are_removed_when_the_process_ends(tmp_path):
     assert done.stdout.splitlines() == ["[1.0, 1.0]", "1 [0.0, 0.0, 0.0]"]
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match="save_on_disk"):
-        save_on_disk(tmp_path / "file" / "folder")
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
@@ -494,9 +489,9 @@ def test_a_damaged_file_is_an_error_and_is_not_remembered(damage, tmp_path):
 
 def test_integers_that_a_pair_made_go_to_disk(tmp_path):
     _, pullback = jax.vjp(chain(quantize_saved(8), save_on_disk(tmp_path))(tanh_sum), X)
-    assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 512
+    assert max(path.stat().st_size for path in files(tmp_path)) == 512
     del pullback
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert not files(tmp_path)
 
 
 def test_a_pair_packs_what_its_predicate_chooses():
@@ -517,20 +512,15 @@ class Fresh:
 jax.tree_util.register_pytree_node(Fresh, lambda node: ((node.x + 0,), None), lambda _, children: Fresh(*children))
 
 
-def test_a_chain_packs_arrays_that_a_pytree_makes_anew():
-    hooks = chain(saved_tensors_hooks(Fresh, lambda packed: packed.x), cast_saved())
+def of_numpy(packed):
+    assert isinstance(packed, np.ndarray)
+    return packed
+
+
+@pytest.mark.parametrize(("pack", "unpack"), [(Fresh, lambda packed: packed.x), (np.asarray, of_numpy)])
+def test_a_chain_packs_arrays_that_a_pytree_makes_anew_and_numpy_arrays(pack, unpack):
+    hooks = chain(saved_tensors_hooks(pack, unpack), cast_saved())
     assert 1e-4 < jnp.max(jnp.abs(jax.grad(hooks(tanh_sum))(X) - tanh_slope(X))) < 0.02
-
-
-def test_numpy_arrays_of_a_pair_are_packed_and_come_back_as_such():
-    def unpack(packed):
-        assert isinstance(packed, np.ndarray)
-        return packed
-
-    hooks = chain(saved_tensors_hooks(np.asarray, unpack), cast_saved())
-    (gradient,) = jax.vjp(hooks(tanh_sum), X)[1](1.0)
-    error = jnp.max(jnp.abs(gradient - tanh_slope(X)))
-    assert 1e-4 < error < 0.02
 
 
 def fails(x):
@@ -565,6 +555,7 @@ def test_an_error_names_the_pair(pair, kind, text):
         (lambda folder: cast_saved("bf16"), TypeError, "bf16"),
         (lambda folder: cast_saved(jnp.float8_e4m3fn), TypeError, "float8"),
         (lambda folder: cast_saved(only=3), TypeError, "only"),
+        (lambda folder: save_on_disk(f"{__file__}/folder"), OSError, "save_on_disk"),  # a file is in the way
         (lambda folder: save_on_cpu(model), TypeError, r"save_on_cpu\(\)"),
         (lambda folder: recompute_saved(limit="64 megabytes"), ValueError, "MiB"),
         (lambda folder: recompute_saved(limit=-1), ValueError, "MiB"),

@@ -10,18 +10,13 @@ import pytest
 
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, recompute_saved
+from tests.kit.case import ruled
 from tests.kit.layers import ForwardTanh, Multiples, Multiply, Square, Tanh, bits, layer, loss
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import AT_LEAST, GRADIENTS, IDLE, A, B, Spy, X, in_block, noting, tanh_slope, tanh_sum
 
-
-@jax.custom_vjp
-def product(a, b):
-    return a * b
-
-
-product.defvjp(lambda a, b: (a * b, (a, b)), lambda saved, dy: (dy * saved[1], dy * saved[0]))
+product = ruled(jnp.multiply, lambda args, dy: (dy * args[1], dy * args[0]))
 ForwardMultiply = layer(base=Multiply, forward_mode=True)
 
 # A function, how many tensors a `with` block packs of it, and how many a decorator does.
