@@ -24,20 +24,15 @@ def theirs(paddle):
     paddle.set_grad_enabled(True)  # which an exception in a hook of an operation leaves off
 
 
-@CASES.add()
-def statics_among_the_outputs(of):
-    return of.layer(lambda ctx, x: (1, x * 2, None, of.sin(x), "text"), lambda ctx, dy, dz: dy * 3 + dz * 5).apply
+for name, outputs, give in (
+    ("statics", lambda of, x: (1, x * 2, None, of.sin(x), "text"), lambda dy, dz: dy * 3 + dz * 5),
+    ("a list", lambda of, x: [x * 2, of.sin(x)], lambda dy, dz: dy * 3 + dz * 5),
+    ("lists", lambda of, x: (x * 2, [of.sin(x)], [], [1, "text"]), lambda dy, dz: dy * 3 + dz[0] * 5),
+):
 
-
-@CASES.add()
-def list_of_outputs(of):
-    return of.layer(lambda ctx, x: [x * 2, of.sin(x)], lambda ctx, dy, dz: dy * 3 + dz * 5).apply
-
-
-@CASES.add()
-def list_among_the_outputs(of):
-    layer = of.layer(lambda ctx, x: (x * 2, [of.sin(x)], [], [1, "text"]), lambda ctx, dy, dz: dy * 3 + dz[0] * 5)
-    return layer.apply
+    @CASES.add(label=name)
+    def statics_and_lists_among_the_outputs(of, outputs=outputs, give=give):
+        return of.layer(lambda ctx, x: outputs(of, x), lambda ctx, dy, dz: give(dy, dz)).apply
 
 
 @CASES.add(used=(0,))

@@ -18,10 +18,16 @@ from tests.layers.agree import (
 )
 from tests.layers.differ import DIFFERENCES
 
+from . import function
 from .after_torch import PORTS, layers, ported
 
-pytestmark = [pytest.mark.frameworks, IDLE]
-CASES = Table(SHARED + HOOKS + DIFFERENCES + PORTS)
+pytestmark = [
+    pytest.mark.frameworks,
+    IDLE,
+    # torch's own: its first use of forward mode compiles rules by what it calls deprecated.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+CASES = Table(SHARED + HOOKS + DIFFERENCES + PORTS + function.TABLE)
 
 
 @pytest.fixture

@@ -1,21 +1,13 @@
-"""`Function` behaves as torch.autograd.Function does; each difference is tested for both."""
+"""Defines rows in which `Function` behaves as torch.autograd.Function does, and each difference between them."""
 
 import numpy as np
-import pytest
 
 from tests.kit.case import numpy_grid as grid
-from tests.kit.oracle import Table, Torch, X, Y, compare
+from tests.kit.oracle import Table, X, Y
 
 from .after_torch import layers
 
-# torch's own: its first use of forward mode compiles rules by what it calls deprecated.
-pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]
 TABLE = Table()
-
-
-@pytest.fixture
-def theirs(framework):
-    return Torch(framework("torch"))
 
 
 def no_setup(ctx, inputs, output):
@@ -217,8 +209,3 @@ def jvp(of):
 def no_rule_for_forward_mode(of):
     layer = of.function(lambda x: x * 2, backward=lambda ctx, dy: dy * 2, setup_context=no_setup)
     return lambda x: of.jvp(layer.apply, (x,), (x * 1,))
-
-
-@TABLE.every()
-def test_as_in_torch(theirs, mode, one):
-    compare(theirs, mode, one)
