@@ -20,11 +20,6 @@ WEIGHTS = jnp.arange(1.0, 5.0)
 calls: list[str] = []
 
 
-@pytest.fixture(autouse=True)
-def no_calls():
-    calls.clear()
-
-
 class HostSine(PyLayer):
     """Host code, which JAX cannot batch. It returns a marked output and a static too, and saves intermediates."""
 
@@ -70,6 +65,7 @@ VMAPS += [(name, "vmap") for name in ("grad", "jit_of_grad", "grad_of_vmap", "gr
 
 @pytest.mark.parametrize(("transform", "within"), VMAPS)
 def test_vmap_calls_the_layers_own(transform, within):
+    calls.clear()
     # A function of its own, which nothing has staged.
     layer = (STAGED | {"": lambda f: f, "vmap": jax.vmap})[within](lambda x: sine_and_sign(x))
     compare(Case("HostSine", layer, in_plain_jax, (MANY,)), transform)
