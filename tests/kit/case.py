@@ -62,16 +62,21 @@ CASES: list[Case] = []  # the registry
 
 
 def case(
-    reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, name: str = "", **flags: Any
+    reference: Callable[..., Any],
+    *args: Any,
+    call: Callable[..., Any] | None = None,
+    name: str = "",
+    cases: list[Case] = CASES,
+    **flags: Any,
 ) -> Any:
-    """Return a decorator that adds a layer to the registry.
+    """Return a decorator that adds a layer to the registry, or to another list of `cases`.
 
     The test calls `call(*args)`, which is `apply(*args)` of the layer by default. `flags` are fields of `Case`.
     """
     arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
 
     def add(layer: type[PyLayer]) -> type[PyLayer]:
-        CASES.append(Case(name or layer.__name__, call or layer.apply, reference, arrays, kind=layer, **flags))
+        cases.append(Case(name or layer.__name__, call or layer.apply, reference, arrays, kind=layer, **flags))
         return layer
 
     return add
