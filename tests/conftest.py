@@ -75,6 +75,12 @@ def _frozen_heap():
 
 
 @pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def framework(request):
     """Return a function that imports Paddle, torch or pyright by name.
 

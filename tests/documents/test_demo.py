@@ -3,17 +3,12 @@
 import re
 import sys
 
-import jax
 import pytest
 
 from pylayer_jax import __main__
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # optax counts its steps in integers and multiplies them with floats.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# optax counts its steps in integers and multiplies them with floats.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_the_demo_reports_accuracy_gradients_and_saved_tensors(capsys):

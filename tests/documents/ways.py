@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
-from pylayer_jax import PyLayer, saved_tensors_report
+from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import cast_saved
 from tests.kit.layers import Steep, SteepBothWays, layer
 
@@ -130,16 +130,11 @@ def pylayer() -> Way:
 
         return layer(forward, backward).apply
 
-    class Logging(PyLayer):
-        @staticmethod
-        def forward(ctx, log, x):
-            ctx.log = log
-            return 3 * x
+    def logging_backward(ctx, dy):
+        ctx.log[...] = dy
+        return 3 * dy
 
-        @staticmethod
-        def backward(ctx, dy):
-            ctx.log[...] = dy
-            return 3 * dy
+    Logging = layer(lambda ctx, log, x: setattr(ctx, "log", log) or 3 * x, logging_backward)
 
     def logs(x):
         log = jax.new_ref(jnp.zeros_like(x))

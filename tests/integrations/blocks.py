@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
 from tests.hooks.spy import Spy, in_block
-from tests.kit.layers import Steep
+from tests.kit.layers import Steep, layer
 
 
 def steep(x):
@@ -24,19 +23,11 @@ def applied(vjp):
     `vjp` is `jax.vjp`, or what a library has in its place for modules.
     """
 
-    class Applied(PyLayer):
-        @staticmethod
-        def forward(ctx, linear, x):
-            ctx.save_for_backward(linear, x)
-            return linear(x)
+    def backward(ctx, dy):
+        _, pull = vjp(lambda linear, x: linear(x), *ctx.saved_tensor())
+        return jax.tree.map(lambda g: 2 * g, pull(dy))
 
-        @staticmethod
-        def backward(ctx, dy):
-            linear, x = ctx.saved_tensor()
-            _, pull = vjp(lambda linear, x: linear(x), linear, x)
-            return jax.tree.map(lambda g: 2 * g, pull(dy))
-
-    return Applied
+    return layer(lambda ctx, linear, x: ctx.save_for_backward(linear, x) or linear(x), backward, name="Applied")
 
 
 def doubled(model, x):

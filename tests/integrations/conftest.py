@@ -1,6 +1,5 @@
 """Every test of this folder has the marker `ecosystem`."""
 
-import jax
 import pytest
 
 from tests.integrations import blocks as libraries
@@ -27,7 +26,5 @@ def block(request):
 
 
 @pytest.fixture(autouse=True)
-def usual_promotion():
+def usual_promotion(standard_promotion):
     """Allow standard dtype promotion, which the libraries need."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
