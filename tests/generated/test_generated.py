@@ -14,6 +14,7 @@ import pylayer_jax
 
 from .cases import Case
 from .draw import draw
+from .programs import failure
 from .reference import run_package, run_reference
 
 
@@ -61,3 +62,11 @@ def test_generated_layers(first):
         assert not all(block.differentiable for block in case.blocks.values()), f"{case}\n{message}"
         refused.append(case.seed)
     assert len(refused) <= CHUNK // 2, f"refused: {refused}"
+
+
+@pytest.mark.generated
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5000, 5026))
+def test_a_program_under_a_pair(seed):
+    """A random program under a pair of hooks has the gradient that it has without: see programs.py."""
+    assert failure(seed, in_block=seed % 7 == 0) is None
