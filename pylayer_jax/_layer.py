@@ -307,7 +307,7 @@ class PyLayer:
         if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
             return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
         call.saver = saver_of(cls.__name__, tensors, is_exact=cls.host is True)
-        traced_call = TracedCall(call, state.is_deferred(tensors))
+        traced_call = TracedCall(call, is_deferred=state.is_staged and not state.differentiates(tensors))
         # The layer packs its saved tensors itself, so the hooks around the call must not pack them again.
         with contextlib.nullcontext() if call.saver is None else past_blocks():
             try:

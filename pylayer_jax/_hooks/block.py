@@ -53,14 +53,14 @@ class Predicate:
         self._only = only
         self.takes_array_alone = _takes(only, 1)
         self.was_true = False
-        self.seen: dict[str, None] = {}  # tensors for which it was False, until it is True
+        self.seen: set[str] = set()  # tensors for which it was False, until it is True
 
     def __call__(self, array: Any, origin: Origin) -> bool:
         is_true = bool(self._only(array) if self.takes_array_alone else self._only(array, origin))
         self.was_true |= is_true
         if not self.was_true:
             names = ", ".join(origin.keys[:2])  # empty without a plan
-            self.seen[f"{typeof(array)} of {names}" if names else str(typeof(array))] = None
+            self.seen.add(f"{typeof(array)} of {names}" if names else str(typeof(array)))
         return is_true
 
 

@@ -252,12 +252,11 @@ class BackwardWatch(PassThroughTrace):
             return primitive.bind(*tracers, **params)
 
 
-def enter_block(pair: Pair) -> Block:
+def enter_block(pair: Pair) -> None:
     if innermost_block() is not None and not isinstance(current_trace(), BlockTrace):
         apply(_BlockMark(()), ())  # so that no enclosing operation packs: only the innermost pair applies
-    if active.value is OFF or nothing_is_traced():
-        return Block(pair).enter()
-    return BlockTrace(pair).block.enter()
+    block = Block(pair) if active.value is OFF or nothing_is_traced() else BlockTrace(pair).block
+    block.enter()
 
 
 # -- layers in a block -----------------------------------------------------------------------------------

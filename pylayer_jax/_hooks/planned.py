@@ -66,7 +66,6 @@ from .saving import (
     Lent,
     Linearized,
     Mark,
-    Pullback,
     ReadAgain,
     SavedByRule,
     Saver,
@@ -220,10 +219,6 @@ class Pass:
     equations: Sequence[Any]  # those of dependent variables
     maker: Mapping[Any, Any]  # variable -> equation
 
-    @functools.cached_property
-    def segments(self) -> list[Sequence[Any]]:
-        return segments(self)
-
 
 Marks = dict[Any, list[tuple[Any, int]]]  # variable -> its marks, each with the position in it
 
@@ -330,7 +325,7 @@ class Derivative:
         """Return the residuals that each segment of backward reads, those of the last segment first."""
         if (backward := self.whole_backward) is None:
             return [self.readers]
-        wanted = [[x for e in segment for x in e.invars] for segment in backward.segments]
+        wanted = [[x for e in segment for x in e.invars] for segment in segments(backward)]
         wanted[-1] += backward.jaxpr.outvars
         first, *others = [equations_to(backward.jaxpr, backward.dependent, atoms)[1] for atoms in wanted[::-1]]
         read_by_others = set[Any]().union(*others)
@@ -659,7 +654,7 @@ class Plan:
         actions, restored, equations = list[Action](), list[Any](), list[Any]()
         replaced: Sequence[Any] = []
         returned = [v for v in variables(backward.jaxpr.outvars) if v not in always_known]
-        parts = backward.segments if self.graph.has_segments(self.terms) else [backward.equations]
+        parts = segments(backward) if self.graph.has_segments(self.terms) else [backward.equations]
         read_by = {id(part[0]): variables([x for e in part for x in e.invars]) for part in parts if part}
         known = set(always_known)
         for e in [*backward.equations, None]:
@@ -825,9 +820,7 @@ class Planned(HookedFunction):
                 not_held.append(residuals[i])
         arrays, residuals = numbered(residuals)
         transpose = functools.partial(plan.run_backward, residuals)
-        linear = Pullback(self.name, len(arrays) + len(further), plan.derivative.vjp.cotangent_types, transpose)
-        arrays = [*held(as_arrays(arrays), not_held), *further]
-        return values, linear, arrays, plan.derivative.vjp.nonzero
+        return values, transpose, [*held(as_arrays(arrays), not_held), *further], plan.derivative.vjp
 
 
 # -- calls ---------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ _always: Condition = lambda _, __: True
 _of_integers: Condition = lambda e, xs: all(_is_integer(x.aval.dtype) for x in (*e.outvars, *xs))
 _to_float: Condition = lambda e, xs: jnp.issubdtype(e.params["new_dtype"], jnp.inexact) or _of_integers(e, xs)
 _widens: Condition = lambda e, xs: _is_integer(xs[0].aval.dtype) or np.can_cast(xs[0].aval.dtype, e.params["new_dtype"])
-_within: Condition = lambda _, xs: all(x.is_exact or x.distance == SAME for x in xs)
-_not_steep: Condition = lambda _, xs: all(x.is_exact or x.distance < STEEP for x in xs)
+_within: Condition = lambda _, xs: all(x.distance == SAME for x in xs)
+_not_steep: Condition = lambda _, xs: all(x.distance < STEEP for x in xs)
 _of_same_and_not_steep: Condition = lambda e, xs: _not_steep(e, xs) and _of_same_tensors(e, xs)
 _of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
 _by_exact_along_row: Condition = lambda _, xs: not xs[1].has_error_along_row

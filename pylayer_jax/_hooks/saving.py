@@ -220,8 +220,8 @@ def largest(tensors: Collection[Any]) -> list[Any]:
 # -- custom rules of users -----------------------------------------------------------------------------------
 
 
-# The values, the derivative, its residuals, and a mask of the values that have a tangent.
-Linearized = tuple[Values, LinearMap, list[Any], Sequence[bool]]
+# The values; the transpose of the derivative, a function of its residuals and of cotangents; the residuals.
+Linearized = tuple[Values, Callable[..., Values], list[Any], "Vjp"]
 
 
 def _have_tangents(values: Sequence[Any], primal: Any) -> list[bool]:
@@ -244,8 +244,9 @@ class HookedFunction(RuleFunction):
             rows = zip(values, found, mask, strict=True)
             return values, [t if is_set and has_tangent(typeof(v)) else None for v, t, is_set in rows]
         with outside_partial_evaluation(primals):
-            values, linear, arrays, has_tangents = self.linearized(primals, nonzero)
-        return values, scatter(apply_linear(linear, arrays, given), has_tangents)
+            values, transpose, arrays, vjp = self.linearized(primals, nonzero)
+        linear = Pullback(self.name, len(arrays), vjp.cotangent_types, transpose)
+        return values, scatter(apply_linear(linear, arrays, given), vjp.nonzero)
 
     def linearized(self, primals: Sequence[Any], nonzero: Sequence[bool]) -> Linearized:
         raise NotImplementedError
@@ -273,7 +274,7 @@ class UsersRule(HookedFunction):
             with without_hooks():
                 return vjp.gradients(*unpacked(packed, residuals, cotangents))
 
-        return values, Pullback(self.name, len(arrays), vjp.cotangent_types, transpose), arrays, vjp.nonzero
+        return values, transpose, arrays, vjp
 
 
 class Pullback(LinearMap):

@@ -242,10 +242,6 @@ class TraceState:
         self.is_forward_over_reverse = modes[:1] == [REVERSE] and FORWARD in modes  # as for jvp(grad(f))
         self.is_forward_mode = bool(self.differentiations) and modes[0] is FORWARD
 
-    def is_deferred(self, values: Sequence[Any]) -> bool:
-        """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
-        return self.is_staged and not self.differentiates(values)
-
     def differentiates(self, values: Sequence[Any]) -> bool:
         """Return whether JAX differentiates an operation on `values` as it runs."""
         traces = [whole_batch(x)._trace for x in values if is_differentiated(x)]
