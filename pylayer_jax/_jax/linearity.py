@@ -14,6 +14,7 @@ such as a new one of JAX, is not known to be linear.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -41,7 +42,7 @@ def why_not_linear(jaxpr: Any, is_input: Sequence[bool], first_values: Sequence[
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
     if found and any(map(_is_zero, first_values)):  # read values only if the proof needs them
-        kinds[: len(first_values)] = [ZERO if _is_zero(c) else k for c, k in zip(first_values, kinds, strict=False)]
+        kinds = [ZERO if _is_zero(c) else kind for c, kind in itertools.zip_longest(first_values, kinds)]
         found = _why(evaluate_kinds(jaxpr, kinds))
     return found
 

@@ -321,6 +321,7 @@ def test_what_is_printed_and_drawn():
     assert comparison.plot(axes) is axes
     points = [line.get_xydata()[0] for line in axes.lines]
     assert labels(axes) == ["plain", "8 <bits>"]
+    assert all([axes.get_xlabel(), axes.get_ylabel()])
     x, y = np.transpose(points)
     np.testing.assert_allclose(x[1] / x[0], packed.operations / plain.operations)
     np.testing.assert_allclose(y[1] / y[0], packed.temp_bytes / plain.temp_bytes)

@@ -150,6 +150,7 @@ def test_nothing_is_saved_where_nothing_is_differentiated():
     assert saved_tensors_report(lambda x: Tanh.apply(jax.lax.stop_gradient(x)).sum(), X).total_bytes == 0
     report = saved_tensors_report(lambda x: x.sum(), X)
     assert (report.rows, report.total_bytes) == ([], 0)
+    assert saved_tensors_report(Tanh, X).total_bytes == X.nbytes
     with pytest.raises(TypeError, match="float"):
         saved_tensors_report(lambda n: n, 3)
     with pytest.raises(ZeroDivisionError):  # the function's own error

@@ -36,7 +36,7 @@ def of_host():
 # The largest error of a gradient next to its largest entry.
 PACKERS = {
     "cast": (lambda _: cast_saved(), 0.02),
-    "8 bits": (lambda _: quantize_saved(8), 0.03),
+    "8 bits": (lambda _: quantize_saved(8, stochastic=True), 0.03),
     "cpu": (lambda _: save_on_cpu(), 1e-5),
     "disk": (save_on_disk, 1e-5),
     "limit": (lambda _: recompute_saved(limit=0), 1e-5),

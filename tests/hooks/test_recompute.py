@@ -196,6 +196,7 @@ def long_log(x):
 MULTIPLYING = {
     "norm of values near 1,000": lambda w, x: jnp.sum(jnp.sin(norm(x @ w + 1000.0) @ w)),
     "sigmoid gate, a massive channel": lambda w, x: jnp.sum(jnp.sin(jax.nn.sigmoid((x @ w) * massive) * (x @ V))),
+    "sigmoid of a quotient": lambda w, x: jnp.sum(jnp.sin(jax.nn.sigmoid((h := x @ w) / 0.01 + 0.5) * (x @ V)) + h**2),
     "sin(50 h)": lambda w, x: jnp.sum(jnp.sin(50 * (x @ w)) * (x @ V)),
     "log near 0": lambda w, x: jnp.sum(jnp.log(jnp.abs(jnp.tanh(x @ w)) + 1e-4) ** 2),
     "log in a long jitted function": lambda w, x: jnp.sum(long_log(jnp.tanh(x @ w)) * (x @ V)),
