@@ -87,24 +87,21 @@ class LayerMap(LinearMap):
     """
 
     def __init__(self, call: LayerCall, kept: SavedContext, n_residuals: int, needs: list[bool], packed: Any) -> None:
-        self.call, self.kept, self.n_residuals, self.packed = call, kept, n_residuals, packed
+        types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
+        super().__init__(call.name, n_residuals, types)
+        self.call, self.kept, self.packed = call, kept, packed
         self.needs = needs  # one bool per input: whether the input has a tangent
-        self.name = call.name
-        self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
-        self.has_x64 = jax.enable_x64.value  # perhaps around `forward` alone
 
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.call.run_backward(self.kept, self._reader(residuals, cotangents), self.needs, cotangents)
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        with jax.enable_x64(self.has_x64):
-            return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
+        return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         if hasattr(self.call.layer, "jvp"):
             residual, given = self._reader(residuals, ()), scatter(tangents, self.needs)
-            with jax.enable_x64(self.has_x64):
-                pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
+            pushed = self.call.run_jvp(self.kept, residual, self.needs, given)
         else:
             pushed = self._evaluate_by_transposing(residuals, tangents)
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
@@ -152,10 +149,9 @@ class CodeMap(LinearMap):
     """
 
     def __init__(self, name: str, jaxpr: Any, sources: list[Any], perturbed: list[bool], targets: list[Any]) -> None:
-        self.name, self.jaxpr, self.sources, self.targets = name, jaxpr, sources, targets
+        super().__init__(name, len(sources), [tangent_type(v.aval) for v in targets])
+        self.jaxpr, self.sources, self.targets = jaxpr, sources, targets
         self.perturbed = perturbed  # a mask of the sources
-        self.n_residuals = len(sources)
-        self.types, self.has_x64 = [tangent_type(v.aval) for v in targets], jax.enable_x64.value
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
         def function(*values: Any) -> Values:
@@ -166,13 +162,13 @@ class CodeMap(LinearMap):
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         function, primals = self._function(residuals, self.targets), select(residuals, self.perturbed)
-        with noting(self.name, "forward"), jax.enable_x64(self.has_x64):
+        with noting(self.name, "forward"):
             return list(jax.jvp(function, primals, list(tangents))[1])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         used = [c is not None for c in cotangents]
         function, primals = self._function(residuals, select(self.targets, used)), select(residuals, self.perturbed)
-        with noting(self.name, "forward"), jax.enable_x64(self.has_x64):
+        with noting(self.name, "forward"):
             return list(jax.vjp(function, *primals)[1](select(cotangents, used)))
 
 

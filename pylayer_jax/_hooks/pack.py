@@ -155,7 +155,7 @@ class Pair:
 
     def predicates(self) -> list[Any]:
         found = self.only, *[step.only for step in self.all_steps()]
-        return list(dict.fromkeys(only for only in found if only is not None))
+        return list(dict.fromkeys([only for only in found if only is not None]))
 
     def all_steps(self) -> list[Step]:
         lists = [self.steps] if self.by_name is None else self.by_name.values()

@@ -281,7 +281,8 @@ class Pullback(LinearMap):
     """A linear map that is given by its transpose."""
 
     def __init__(self, name: str, n_residuals: int, types: Sequence[Any], transpose: Callable[..., Values]) -> None:
-        self.name, self.n_residuals, self.types, self._transpose = name, n_residuals, types, transpose
+        super().__init__(name, n_residuals, types)
+        self._transpose = transpose
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self._transpose(residuals, cotangents)

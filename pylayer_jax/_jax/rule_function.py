@@ -303,11 +303,11 @@ def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
 
 
 class LinearMap:
-    """A map that is linear in tangents for fixed residuals. An instance holds no array."""
+    """A map that is linear in tangents for fixed residuals. `types` are those of its results. It holds no array."""
 
-    name: str
-    n_residuals: int
-    types: Sequence[Any]  # types of the results
+    def __init__(self, name: str, n_residuals: int, types: Sequence[Any]) -> None:
+        self.name, self.n_residuals, self.types = name, n_residuals, types
+        self.has_x64 = jax.enable_x64.value  # perhaps around the function alone
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         raise NotImplementedError
@@ -317,7 +317,8 @@ class LinearMap:
         raise NotImplementedError
 
     def run(self, *args: Any) -> Values:
-        return self.evaluate(args[: self.n_residuals], args[self.n_residuals :])
+        with jax.enable_x64(self.has_x64):
+            return self.evaluate(args[: self.n_residuals], args[self.n_residuals :])
 
     def lower_rule(self, context: Any, *args: Any) -> Any:
         return mlir.lower_fun(self.run, multiple_results=True)(context, *args)
@@ -336,8 +337,11 @@ class LinearMap:
         return apply_linear(self, primals[:n], primals[n:]), apply_linear(self, primals[:n], full)
 
     def transpose_rule(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        n, nonzero = self.n_residuals, [c is not None for c in cotangents]
-        return [*[None] * n, *self.transpose(args[:n], cotangents)] if any(nonzero) else [None] * len(args)
+        n = self.n_residuals
+        if all(c is None for c in cotangents):
+            return [None] * len(args)
+        with jax.enable_x64(self.has_x64):
+            return [*[None] * n, *self.transpose(args[:n], cotangents)]
 
     def batch_rule(self, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
         n = self.n_residuals
@@ -352,10 +356,9 @@ class BatchedMap(LinearMap):
     """A batched linear map, whose tangents and results have the batch axis in front."""
 
     def __init__(self, inner: LinearMap, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner, self.axis, self.name = inner, axis, inner.name
+        super().__init__(inner.name, inner.n_residuals, [batched_type(axis, t) for t in inner.types])
+        self.inner, self.axis, self.has_x64 = inner, axis, inner.has_x64
         self.dims = list(dims)  # batch axes of the residuals
-        self.n_residuals = inner.n_residuals
-        self.types = [batched_type(axis, t) for t in inner.types]
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         return vmap_over(self.axis, self.inner.evaluate, (self.dims, 0), 0)(list(residuals), list(tangents))

@@ -105,10 +105,12 @@ def test_backward_where_x64_is_another(forward, packer, stage, tmp_path):
         with_layers = lambda x: Tanh.apply(x) * sine(x) * jnp.where(x > 0, x, 2)
         functions = PACKERS[packer][0](tmp_path)(without_layer), with_layers, without_layer
         (_, pull), (_, of_layers), (_, plain) = (jax.vjp(stage(f), x) for f in functions)
+        _, push = jax.linearize(stage(functions[0]), x)
         (expected,) = plain(one := jnp.ones_like(x))
     with jax.enable_x64(not forward):
-        (found,), (gradient,) = pull(one), of_layers(one)
-    assert_close(np.asarray(found), np.asarray(expected), PACKERS[packer][1])
+        (found,), (gradient,), pushed = pull(one), of_layers(one), push(one)
+    for of_packed in found, pushed:
+        assert_close(np.asarray(of_packed), np.asarray(expected), PACKERS[packer][1])
     assert_close(np.asarray(gradient), np.asarray(expected), 1e-6)
 
 
