@@ -1,10 +1,10 @@
 """The table of JAX's primitives: what a block of hooks knows about each of them. A primitive without a row is kept.
 
-    FACTS["max"].recomputed      {Error.EXACT: _always, Error.RELATIVE: _always, Error.RANGE: _within}
+    FACTS["select_n"].recomputed      {Error.EXACT: _always, Error.RELATIVE: _always, Error.RANGE: _within}
 
-Backward may compute max(x, y) again if x and y are exact, or have an error relative to each value, as after a cast. If
+Backward may select from x and y again if they are exact, or have an error relative to each value, as after a cast. If
 the error depends on the range of a row, as in quantization, it may do so only within the operation that keeps x and y
-too: their maximum may have a smaller range, so that its own packing would be finer. Only a limit lets it compute again:
+too: the result may have a smaller range, so that its own packing would be finer. Only a limit lets it compute again:
 products and convolutions, which cost too much; reductions, whose results are small; gathers, slices of what is
 computed, and what else communicates along a sharded axis; random bits. Never: comparisons of floats and all else that
 decides, since XLA rounds differently in another fusion; loops, callbacks and kernels. tests: hooks/test_recompute.py,
@@ -105,6 +105,7 @@ _widens: Condition = lambda e, xs: _is_integer(xs[0].aval.dtype) or np.can_cast(
 _within: Condition = lambda _, xs: all(x.distance == SAME for x in xs)
 _not_steep: Condition = lambda _, xs: all(x.distance < STEEP for x in xs)
 _of_same_and_not_steep: Condition = lambda e, xs: _not_steep(e, xs) and _of_same_tensors(e, xs)
+_with_zero: Condition = lambda _, xs: any(is_number(x.value) and x.value == 0 for x in xs)
 _of_tanh: Condition = lambda _, xs: xs[0].by == "tanh"
 _by_exact_along_row: Condition = lambda _, xs: not xs[1].has_error_along_row
 _one_has_error_along_row: Condition = lambda _, xs: sum([x.has_error_along_row for x in xs]) <= 1
@@ -231,7 +232,11 @@ def _facts() -> dict[str, Facts]:
         **facts("integer_pow", elementwise(_square_or_within), degree=lambda e, d: abs(e.params["y"]) * d),
         # 1 - y², in the derivative of tanh. It multiplies an error of y, but not one of the operand of tanh.
         **facts("one_minus_square", {exact: _always, relative: _of_tanh, Error.RANGE: _of_tanh}),
-        **facts("abs clamp max min select_n", elementwise(_within)),
+        # Their derivatives compare; a cast keeps the sign alone. tests: test_the_second_derivative_of_a_bound
+        **facts("abs", elementwise()),
+        **facts("clamp", only_exact),
+        **facts("max min", only_exact | {relative: _with_zero}),
+        **facts("select_n", elementwise(_within)),
         **facts("logistic", elementwise(_within_or_of_sum), per_element=10),
         **facts("erf tanh", elementwise(_within_or_of_sum), per_element=10, degree=lambda _, d: min(d, 1)),
         **facts("cbrt", elementwise(), per_element=10),

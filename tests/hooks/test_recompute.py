@@ -227,6 +227,14 @@ def test_the_error_is_at_most_twice_that_without_recomputation(name, pair):
     assert found <= max(2 * plain, 2e-3)
 
 
+@pytest.mark.parametrize("pair", ["cast", "8 bits"])
+def test_the_second_derivative_of_a_bound(pair):
+    f = lambda w: jnp.sum(jnp.clip(h := jnp.tanh(X @ w), -0.5, 0.5) * h + jnp.abs(h) * h)
+    of = lambda f: jax.jvp(jax.grad(f), (W,), (V,))[1]
+    found, plain = (relative_error(of(ROUNDING[pair](recompute=flag)(f)), of(f)) for flag in (True, False))
+    assert found <= 2 * plain
+
+
 @pytest.mark.parametrize(
     "pair",
     [
